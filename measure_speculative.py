@@ -1,0 +1,3900 @@
+#!/usr/bin/env python3
+"""Does speculative decoding pay, for this model, on this machine, for this work?
+
+The same prompts go to a server without speculation and to one with it, greedily and in turn; the report says
+how much faster and how sure, why (acceptance, draft cost, break-even), and whether the text stayed the same to
+the byte.  Every run is appended to a lab notebook.
+
+    measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url http://127.0.0.1:8081/v1
+    measure_speculative.py compare plain.jsonl drafted.jsonl      two saved runs, one server at a time
+    measure_speculative.py calibrate                              no server needed: the instrument tests itself
+
+It cannot tell you whether the text is *good*, nor how other prompts, another machine or a busier server would
+behave: it measures what it was given, and says how far that carries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import http.client
+import json
+import math
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zlib
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, BinaryIO, Callable, Iterable, Iterator, NamedTuple, Sequence
+
+# ---- constants and errors ---------------------------------------------------------------------------------
+
+__version__ = "1.0"
+LAB = "part-17/measure-speculative"
+SCHEMA = 2
+
+MEASURED, COULD_NOT_MEASURE, USAGE, FINDING, INTERRUPTED = 0, 1, 2, 3, 130
+
+MAX_BODY_BYTES = 64 << 20  # a streamed answer takes about 300 bytes a token: this holds 200,000 tokens
+MAX_WAIT_S = 60.0  # for a server that answers 503 or 429, over one request
+SIDE_TIMEOUT_S = 10.0  # model lists, versions and metrics pages
+SETTLE_PAUSE_S, SETTLE_LIMIT_S = 0.2, 3.0  # some engines count an answer after they have sent it
+FOREIGN_SHARE = 0.01  # counters may run this far above what was received: answers are cut at their end
+STALL_CUTOFF = 8  # times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls
+FEW_PROMPTS = 12  # below this no interval holds its 95% when the prompts are of mixed kinds
+NEAR_TIE_NATS = 0.5  # rounding moved gaps of a quantised model by 0.10 (median) to 0.50 (99th percentile);
+# bf16 logits between 16 and 32 lie 0.125 apart, and a real pair of servers differed at exactly that gap
+TAIL_CHARACTERS = 60
+LISTED_DIVERGENCES = 20
+
+JSON = dict[str, Any]
+
+
+class MeasureError(Exception):
+    """Could not measure; the message says what happened, to what, and what to do.  Exit code 1."""
+
+    exit_code = COULD_NOT_MEASURE
+
+
+class UsageError(MeasureError):
+    """The command, its input or its server cannot be used; said before the first measured request.  Exit code 2."""
+
+    exit_code = USAGE
+
+
+class RequestFailed(MeasureError):
+    """One request brought no usable answer; `status` is the HTTP status, None where none came."""
+
+    def __init__(self, message: str, status: int | None = None, retry_after: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+def as_dict(value: Any) -> JSON:
+    """The value if it is a JSON object, else {}: servers send null and worse where an object belongs."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_count(value: Any) -> int | None:
+    """A count as a server sent it, None for what is not a whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e18 or value != int(value):
+        return None
+    return int(value)
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number as a server sent it, else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def ratio_of(numerator: float | None, denominator: float | None) -> float | None:
+    """The quotient, or None where a side is unknown or the denominator is not above 0."""
+    if numerator is None or denominator is None or denominator <= 0:
+        return None
+    return numerator / denominator
+
+
+def loads(text: str) -> Any:
+    """JSON without NaN and Infinity; ValueError for everything that is not JSON, however deep."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("JSON nested too deep") from None
+
+
+# ---- prompts ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request to be measured; `messages` are sent as they are."""
+
+    id: str
+    workload: str
+    messages: tuple[JSON, ...]
+
+    def digest(self) -> str:
+        """A short hash of what is sent, to tell whether two runs had the same prompts."""
+        return hashlib.sha256(json.dumps(self.messages, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_BUILT_IN = (
+    (
+        "copy",
+        "Rename the variable `t` to `total` everywhere and return the whole function, nothing else:\n\n"
+        "def invoice_total(lines, vat=0.19):\n    t = 0\n    for line in lines:\n"
+        "        t += line['price'] * line['count']\n    if t > 1000:\n        t = t * 0.97\n"
+        "    t = t * (1 + vat)\n    return round(t, 2)\n",
+    ),
+    (
+        "copy",
+        "Turn this list into a Markdown table with the columns Part, Count and Shelf. Keep the order.\n\n"
+        "hex bolts M6, 240, A3\nwashers M6, 500, A3\nlock nuts M6, 180, A4\nwood screws 4x40, 900, B1\n"
+        "wood screws 5x60, 420, B1\nwall plugs 8 mm, 350, B2\ncable ties 200 mm, 1000, C5\nfuses 10 A, 60, C6",
+    ),
+    (
+        "copy",
+        "Quote each sentence of this notice word for word as a bullet, and after each write in brackets what "
+        "it means for a tenant:\n\nThe water will be shut off on Tuesday from 8 to 12. Please fill a bucket "
+        "beforehand. The stairwell light stays on. Bicycles left in the entrance will be moved to the yard. "
+        "The next meter reading is in the first week of March.",
+    ),
+    (
+        "copy",
+        "Extend this shell line so that it also skips *.tmp files, prints what it copies and stops at the first "
+        "error. Show the old line, then the new line, then the new line once more split over several lines:\n\n"
+        "rsync -a --delete --exclude '*.log' --exclude '.cache/' /srv/data/projects/ backup:/srv/mirror/projects/",
+    ),
+    ("closed", "List the months of the year in order, one per line, each with its number of days in a common year."),
+    ("closed", "What is 17 times 24? Show the steps of the multiplication, then the result on a line of its own."),
+    ("closed", "Name the planets of the solar system from the sun outwards, with one fact about each."),
+    ("closed", "Explain in three sentences what a prime number is, then list the prime numbers below 60."),
+    ("open", "Write the opening of a story in which a lighthouse keeper finds a door at the foot of the stairs that "
+     "was not there yesterday."),
+    ("open", "Write a letter from a retired clockmaker to the apprentice who is about to open a shop of their own."),
+    ("open", "Invent a festival for a town that is built on stilts over a lake: its food, its noise, its one strict "
+     "rule, and what goes wrong this year."),
+    ("open", "Describe a long night train journey through the mountains in winter, as a passenger who cannot sleep "
+     "would tell it to a friend."),
+)
+
+
+def built_in_prompts() -> list[Prompt]:
+    """The mixed set of 12: four that repeat material from the prompt, four closed, four open."""
+    return [
+        Prompt(f"{workload}-{number % 4 + 1}", workload, ({"role": "user", "content": text},))
+        for number, (workload, text) in enumerate(_BUILT_IN)
+    ]
+
+
+def load_prompts(paths: Sequence[str]) -> tuple[list[Prompt], list[str]]:
+    """Prompts from files and folders, in order, and notes for the user.  UsageError names file:line and reason."""
+    prompts: list[Prompt] = []
+    first_turns = 0
+    for path in paths:
+        for file in _prompt_files(path):
+            for place, value in _prompt_entries(file):
+                prompt, is_turn = _as_prompt(value, place, file, len(prompts) + 1)
+                prompts.append(prompt)
+                first_turns += is_turn
+    if not prompts:
+        raise UsageError(f"no prompts in {', '.join(paths)}: write one prompt per line, or JSON Lines")
+    notes = [f"{first_turns} prompts have several turns; only the first turn of each is used"] if first_turns else []
+    return prompts, notes
+
+
+def _prompt_files(path: str) -> list[str]:
+    if not os.path.isdir(path):
+        return [path]
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise UsageError(f"cannot read the folder {path}: {error.strerror}") from None
+    files = [os.path.join(path, name) for name in names if name.endswith((".txt", ".jsonl", ".json"))]
+    files = [file for file in files if os.path.isfile(file) and not os.path.basename(file).startswith(".")]
+    if not files:
+        raise UsageError(f"the folder {path} holds no prompt file (.txt, .jsonl, .json)")
+    return files
+
+
+def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
+    """(place, text or JSON value) for each prompt of a file; place is file:line, or the item of an array."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = len(re.findall(rb"\r\n|\r|\n", raw[: error.start])) + 1
+        raise UsageError(f"{path}:{line}: not UTF-8 at byte offset {error.start}; save the file as UTF-8") from None
+    if path.endswith(".json"):
+        try:
+            items = loads(text)
+        except ValueError as error:
+            raise UsageError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
+        if not isinstance(items, list):
+            raise UsageError(f"{path}:1: not a JSON array of prompts; for one object per line name it .jsonl")
+        yield from ((f"{path}: item {number}", item) for number, item in enumerate(items, 1))
+        return
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
+        if line.strip():
+            place = f"{path}:{number}"
+            if not path.endswith(".jsonl"):
+                yield place, line.strip()
+                continue
+            try:
+                yield place, as_dict(loads(line)) or loads(line)
+            except ValueError as error:
+                raise UsageError(f"{place}: not JSON: {error}") from None
+
+
+def _as_prompt(value: Any, place: str, path: str, number: int) -> tuple[Prompt, bool]:
+    """The prompt, and whether it is the first of several turns."""
+    stem = os.path.splitext(os.path.basename(path))[0]
+    entry = {"prompt": value} if isinstance(value, str) else as_dict(value)
+    turns = entry.get("turns")
+    messages = entry.get("messages")
+    text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
+    if "messages" in entry:
+        if not (isinstance(messages, list) and messages and all(as_dict(m).get("role") for m in messages)):
+            raise UsageError(f"{place}: \"messages\" is not a list of objects with a role")
+    elif isinstance(text, str) and text.strip():
+        messages = [{"role": "user", "content": text}]
+    else:
+        raise UsageError(f"{place}: no text under \"prompt\", \"messages\" or \"turns\"")
+    if any("\ud800" <= character <= "\udfff" for character in _strings(messages)):
+        raise UsageError(f"{place}: holds half of a surrogate pair, which is no character")
+    identity = next((entry[key] for key in ("id", "question_id") if entry.get(key) is not None), f"{stem}-{number}")
+    workload = entry.get("workload") or entry.get("category") or stem
+    is_turn = "messages" not in entry and isinstance(turns, list) and len(turns) > 1
+    return Prompt(str(identity), str(workload), tuple(messages)), is_turn
+
+
+def _strings(value: Any) -> str:
+    """Every string inside a JSON value, joined."""
+    if isinstance(value, dict):
+        return "".join(key + _strings(item) for key, item in value.items())
+    return "".join(map(_strings, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
+
+
+# ---- HTTP client ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One server as this run talks to it; `api` ends in /v1, `root` is what /metrics and /props hang on."""
+
+    arm: str
+    api: str
+    root: str
+    model: str = ""
+    key: str = field(default="", repr=False)
+    request: JSON = field(default_factory=dict)
+    stream: bool = True
+    timeout_s: float = 300.0
+    metrics_url: str | None = None
+    engine: str = "unknown"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one completed request brought; times in seconds, counts as the server gave them, None where unknown."""
+
+    content: str
+    reasoning: str
+    finish_reason: str | None
+    latency_s: float
+    ttft_s: float | None = None
+    decode_s: float | None = None
+    decode_tokens: int | None = None
+    decode_source: str | None = None  # "timings", "stream", or "stream-approximate"
+    completion_tokens: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    statistics: JSON = field(default_factory=dict)
+    streamed: bool = False
+    undecodable: bool = False
+
+
+class _DeadlineSocket(socket.socket):
+    """A connected socket whose reads all end at one deadline, however slowly the bytes drip in."""
+
+    deadline = math.inf
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        """As socket.recv_into; raises socket.timeout once the deadline has passed."""
+        self.settimeout(max(0.001, self.deadline - time.perf_counter()))
+        return super().recv_into(*args, **kwargs)
+
+
+def _connect(host: str, timeout: float, **options: Any) -> http.client.HTTPConnection:
+    deadline = time.perf_counter() + timeout
+    connection = http.client.HTTPConnection(host, timeout=timeout, **options)
+    connection.connect()
+    wrapped = _DeadlineSocket(fileno=connection.sock.detach())
+    wrapped.settimeout(timeout)
+    wrapped.deadline = deadline
+    connection.sock = wrapped
+    return connection
+
+
+@functools.lru_cache(maxsize=None)
+def _opener() -> urllib.request.OpenerDirector:
+    """urllib without proxies and without redirects: a request, and the key in it, reaches the named host only."""
+    handler = urllib.request.HTTPHandler()
+    handler.http_open = lambda request: handler.do_open(_connect, request)  # type: ignore[method-assign,arg-type]
+    opener = urllib.request.OpenerDirector()
+    for each in (handler, urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()):
+        opener.add_handler(each)
+    opener.addheaders = [("User-Agent", f"measure-speculative/{__version__}")]
+    return opener
+
+
+def checked_url(url: str, option: str, query_allowed: bool = False) -> urllib.parse.SplitResult:
+    """The parts of a plain http URL; UsageError for anything else, without echoing credentials."""
+    try:
+        parts = urllib.parse.urlsplit(url.strip())
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError(f"{option} is not a URL: {error}") from None
+    if "@" in parts.netloc or (not parts.netloc and "@" in url):
+        raise UsageError(f"{option} holds credentials (not shown); put a key into the environment, see --api-key-env")
+    if parts.scheme == "https":
+        raise UsageError(
+            f"{option} is https: encryption would be timed along with the server, so plain http only; "
+            "measure on the server's own machine or through a tunnel to it (ssh -L 8080:127.0.0.1:8080 HOST)"
+        )
+    if parts.scheme != "http" or not host:
+        raise UsageError(f"{option} {url!r} is not an http URL, like http://127.0.0.1:8080/v1")
+    if parts.fragment or (parts.query and not query_allowed):
+        raise UsageError(f"{option} {url!r} has a query or fragment; give the plain base URL")
+    if re.search(r"[\x00-\x20\x7f]", url.strip()):
+        raise UsageError(f"{option} {url!r} holds a blank or control character")
+    return parts
+
+
+def base_urls(url: str, option: str) -> tuple[str, str]:
+    """(API base, server root): http://h:8080, http://h:8080/ and http://h:8080/v1/ all mean the same server."""
+    parts = checked_url(url, option)
+    path = re.sub(r"/+$", "", re.sub(r"/chat/completions/*$", "", parts.path))
+    root, versioned = re.subn(r"/v\d+$", "", path)
+    host = f"http://{parts.netloc}"
+    return host + (path if versioned else path + "/v1"), host + root
+
+
+def same_server(url: str, other: str) -> bool:
+    """Whether two http URLs name the same host and port, as a key requires."""
+    a, b = urllib.parse.urlsplit(url), urllib.parse.urlsplit(other)
+    return (a.hostname, a.port or 80) == (b.hostname, b.port or 80)
+
+
+def redacted(text: str, key: str) -> str:
+    """The text without the key; a server may echo it, as it is or as JSON writes it."""
+    if key:
+        for form in {key, json.dumps(key)[1:-1], urllib.parse.quote(key, safe="")}:
+            text = text.replace(form, "[key]")
+    return text
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Server text for a message: blanks folded, cut at `limit` characters."""
+    folded = " ".join(text.split())
+    return folded if len(folded) <= limit else folded[: limit - 3] + "..."
+
+
+def open_url(url: str, key: str, timeout_s: float, body: JSON | None = None) -> http.client.HTTPResponse:
+    """The response to a GET, or to a POST of `body`; RequestFailed says why there is none."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None
+    if body is not None:
+        data = json.dumps(body).encode()
+        headers["Content-Type"] = "application/json"
+    try:
+        response = _opener().open(urllib.request.Request(url, data, headers), timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        raise _refusal(error, key) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
+    assert isinstance(response, http.client.HTTPResponse)
+    return response
+
+
+def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
+    """An HTTP error status in the server's own words."""
+    with error:
+        try:
+            body = error.read(65536)
+        except (OSError, http.client.HTTPException):
+            body = b""
+    try:
+        said = loads(body.decode("utf-8", "replace"))
+        inner = as_dict(said).get("error") or said
+        words = as_dict(inner).get("message") or as_dict(inner).get("detail") or inner
+        text = words if isinstance(words, str) else json.dumps(words)
+    except ValueError:
+        looks_html = body.lstrip()[:1] == b"<"
+        text = "an HTML page" if looks_html else body.decode("utf-8", "replace")
+    if 300 <= error.code < 400:
+        text = f"redirects to {error.headers.get('Location')}; redirects are not followed, give the final URL"
+    retry_after = error.headers.get("Retry-After") if error.headers else None
+    return RequestFailed(one_line(redacted(f"HTTP {error.code}: {text or error.reason}", key)), error.code, retry_after)
+
+
+def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, (socket.timeout, TimeoutError)):
+        return f"no answer within {timeout_s:g} s; is it overloaded? A longer limit: --timeout"
+    if isinstance(reason, ConnectionRefusedError):
+        return "connection refused; is the server running, and is the port right?"
+    if isinstance(reason, socket.gaierror):
+        return "the host name is not known"
+    if isinstance(reason, (ConnectionError, http.client.IncompleteRead)):
+        return "the server closed the connection before its answer was complete; see the server's log"
+    return one_line(redacted(f"{type(reason).__name__}: {reason}; is this an HTTP server?", key))
+
+
+def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The body in pieces as they arrive, unpacked where it is gzip; IncompleteRead where it was cut."""
+    left = response.length if not response.chunked else None
+    total, first = 0, True
+    unpack = None
+    while left is None or left > 0:
+        # read1 returns what has arrived; its own book-keeping of Content-Length differs between versions.
+        piece = response.read1(65536 if left is None else min(65536, left))
+        if not piece:
+            break
+        left = None if left is None else left - len(piece)
+        if first:
+            first = False
+            unpack = zlib.decompressobj(31) if piece[:1] == b"\x1f" else None
+        if unpack:
+            try:
+                piece = unpack.decompress(piece)
+            except zlib.error as error:
+                raise RequestFailed(f"sent a body that says gzip and is not: {error}") from None
+        total += len(piece)
+        if total > MAX_BODY_BYTES:
+            raise RequestFailed(f"sent more than {MAX_BODY_BYTES >> 20} MiB for one answer; gave up reading")
+        yield piece
+    if left or (unpack and not unpack.eof):
+        raise http.client.IncompleteRead(b"", left)
+
+
+def get_text(url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S) -> tuple[str, http.client.HTTPMessage]:
+    """The text of a GET and its headers, key removed; RequestFailed otherwise."""
+    with contextlib.closing(open_url(url, key, timeout_s)) as response:
+        try:
+            body = b"".join(body_pieces(response))
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
+        return redacted(body.decode("utf-8-sig", "replace"), key), response.headers
+
+
+def patiently(call: Callable[[], Any], say: Callable[[str], None], who: str) -> tuple[Any, float]:
+    """(result, seconds waited): repeats `call` while the server answers 503 or 429, MAX_WAIT_S at most."""
+    waited = 0.0
+    while True:
+        try:
+            return call(), waited
+        except RequestFailed as error:
+            if error.status not in (429, 503):
+                raise
+            pause = min(max(_seconds(error.retry_after), 0.5), MAX_WAIT_S)
+            if waited + pause > MAX_WAIT_S:
+                raise RequestFailed(
+                    f"{error} - still so after waiting {waited:.0f} s; try again when the model is loaded", error.status
+                ) from None
+            say(f"{who} answers {error}; waiting {pause:g} s")
+            time.sleep(pause)
+            waited += pause
+
+
+def _seconds(retry_after: str | None) -> float:
+    try:
+        seconds = float(retry_after or 1)
+    except ValueError:  # a date is allowed too; a second is as good a guess
+        return 1.0
+    return seconds if math.isfinite(seconds) else 1.0
+
+
+def complete(endpoint: Endpoint, messages: Sequence[JSON], **extra: Any) -> Answer:
+    """One greedy completion, timed from the request to its last byte.  RequestFailed where there is no whole answer."""
+    body: JSON = {"model": endpoint.model, "messages": list(messages), "stream": endpoint.stream}
+    if endpoint.stream:
+        body["stream_options"] = {"include_usage": True}
+    body = {name: value for name, value in {**body, **endpoint.request, **extra}.items() if value is not None}
+    started = time.perf_counter()
+    with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s, body)) as response:
+        try:
+            return _read_answer(response, started, endpoint.key)
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailed(_connection_trouble(error, endpoint.timeout_s, endpoint.key)) from None
+
+
+def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -> Answer:
+    pieces = body_pieces(response)
+    first = next(pieces, b"")
+    as_stream = "event-stream" in (response.headers.get("Content-Type") or "").lower()
+    builder = AnswerBuilder(started, key)
+    if as_stream or re.match(rb"(\xef\xbb\xbf)?\s*(data|event|id|retry)?:", first):
+        builder.add_stream(first, pieces)
+        return builder.answer(streamed=True)
+    body = b"".join([first, *pieces])
+    at = time.perf_counter()
+    text, builder.undecodable = _decoded(body)
+    try:
+        event = loads(redacted(text, key).lstrip("\ufeff"))
+    except ValueError:
+        kind = "an HTML page" if body.lstrip()[:1] == b"<" else "nothing" if not body.strip() else "no valid JSON"
+        raise RequestFailed(f"answered with {kind}; is this the base URL of an OpenAI-compatible server?") from None
+    builder.add(event, at)
+    builder.done = bool(as_dict(event).get("choices"))
+    return builder.answer(streamed=False)
+
+
+def _decoded(raw: bytes) -> tuple[str, bool]:
+    """(text, whether bytes that are not UTF-8 had to become U+FFFD)."""
+    try:
+        return raw.decode("utf-8"), False
+    except UnicodeDecodeError:
+        return raw.decode("utf-8", "replace"), True
+
+
+# What engines report about a single answer, kept as sent: see the acceptance section.
+STATISTICS_KEYS = ("timings", "metrics", "sglext", "meta_info", "stats", "system_fingerprint")
+
+
+class AnswerBuilder:
+    """Puts one answer together from the events of a stream, or from the single event that a plain answer is."""
+
+    def __init__(self, started: float, key: str = "") -> None:
+        self.started, self.key = started, key
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.finish_reason: str | None = None
+        self.usage: JSON = {}
+        self.statistics: JSON = {}
+        self.first_at = self.last_text_at = self.last_at = None  # type: float | None
+        self.first_tokens: int | None = None
+        self.done = self.undecodable = self.several_choices = False
+        self.unreadable = 0
+
+    def add_stream(self, first: bytes, pieces: Iterator[bytes]) -> None:
+        """Read server-sent events up to [DONE] or the end; a cut connection just ends them."""
+        data: list[bytes] = []
+        with contextlib.suppress(http.client.IncompleteRead):
+            for line in _lines(first, pieces):
+                if line.startswith(b"data:"):
+                    data.append(line[5:])
+                elif line.startswith(b"error:"):
+                    data.append(b'{"error":' + line[6:] + b"}")
+                elif not line and data:
+                    self._dispatch(data)
+                    data = []
+                    if self.done:
+                        return
+        if data:  # the blank line behind the last event may be missing although all was said
+            self._dispatch(data)
+
+    def _dispatch(self, data: list[bytes]) -> None:
+        at = time.perf_counter()
+        text, damaged = _decoded(b"\n".join(data).strip())
+        self.undecodable |= damaged
+        if text == "[DONE]":
+            self.done, self.last_at = True, at
+            return
+        try:
+            event = json.loads(redacted(text, self.key) if self.key else text)
+        except (ValueError, RecursionError):
+            self.unreadable += bool(text)
+            return
+        self.add(event, at)
+
+    def add(self, event: Any, at: float) -> None:
+        """Take in one event; RequestFailed for an error object, whatever came before it."""
+        event = as_dict(event)
+        self.last_at = at
+        if event.get("error") or (event.get("object") == "error" and event.get("message")):
+            error = event.get("error") or event
+            words = as_dict(error).get("message") or error
+            raise RequestFailed(one_line(redacted(f"sent an error instead of an answer: {words}", self.key)))
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            self.usage = usage
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            self._add_choice(as_dict(choice), at)
+        for name in STATISTICS_KEYS:
+            if name in event and event[name]:
+                self.statistics[name] = event[name]
+
+    def _add_choice(self, choice: JSON, at: float) -> None:
+        if choice.get("index", 0) != 0:
+            self.several_choices = True
+            return
+        part = as_dict(choice.get("delta") or choice.get("message"))
+        content = _text_of(part.get("content"))
+        reasoning = _text_of(part.get("reasoning_content") or part.get("reasoning"))
+        if content or reasoning:
+            self.content.append(content)
+            self.reasoning.append(reasoning)
+            self.last_text_at = at
+            if self.first_at is None:
+                self.first_at = at
+                ids = choice.get("token_ids")
+                told = as_count(self.usage.get("completion_tokens"))
+                self.first_tokens = len(ids) if isinstance(ids, list) else told
+        if choice.get("finish_reason"):
+            self.finish_reason = str(choice["finish_reason"])
+        if isinstance(choice.get("speculative_decoding"), dict):
+            self.statistics["choice"] = choice["speculative_decoding"]
+
+    def answer(self, streamed: bool) -> Answer:
+        """The answer so far; RequestFailed where it is not whole."""
+        content, damaged = _joined(self.content, self.key)
+        reasoning, damaged_too = _joined(self.reasoning, self.key)
+        if not (self.done or self.finish_reason):
+            raise RequestFailed(
+                f"the answer ended without a finish reason and without [DONE] ({len(content)} characters had come); "
+                "did the server stop or crash? See its log"
+            )
+        if self.unreadable and not (content or reasoning):
+            raise RequestFailed("sent a stream that cannot be read: no event of it is JSON")
+        details = as_dict(self.usage.get("completion_tokens_details"))
+        if details:
+            self.statistics["usage_details"] = details
+        tokens = None if self.several_choices else as_count(self.usage.get("completion_tokens"))
+        timings = as_dict(self.statistics.get("timings"))
+        cached = as_count(as_dict(self.usage.get("prompt_tokens_details")).get("cached_tokens"))
+        decode_s, decode_tokens, source = self._decode_time(timings, tokens, streamed)
+        return Answer(
+            content, reasoning, self.finish_reason, (self.last_at or self.started) - self.started,
+            self.first_at - self.started if streamed and self.first_at is not None else None,
+            decode_s, decode_tokens, source, tokens, as_count(self.usage.get("prompt_tokens")),
+            as_count(timings.get("cache_n")) if cached is None else cached,
+            self.statistics, streamed, self.undecodable or damaged or damaged_too,
+        )
+
+    def _decode_time(self, timings: JSON, tokens: int | None, streamed: bool) -> tuple[float | None, int | None, str | None]:
+        """(seconds, tokens made in them, source): the server's own clock where it tells it, else the stream's."""
+        told_ms, told_n = as_number(timings.get("predicted_ms")), as_count(timings.get("predicted_n"))
+        if told_ms and told_n and told_n > 1:
+            rate = as_number(timings.get("predicted_per_second")) or 0.0
+            whole = abs(rate * told_ms / 1000 - told_n) < 0.25  # older builds book the first token to this time too
+            return told_ms / 1000, told_n if whole else told_n - 1, "timings"
+        if not streamed or tokens is None or self.first_at is None or self.last_text_at is None:
+            return None, None, None
+        decode_tokens = tokens - (self.first_tokens or 1)
+        if decode_tokens < 1 or self.last_text_at <= self.first_at:
+            return None, None, None
+        return self.last_text_at - self.first_at, decode_tokens, "stream" if self.first_tokens else "stream-approximate"
+
+
+def _lines(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Whole lines without their ends, which are LF, CRLF or CR; and the unfinished last one."""
+    rest, after_return = bytearray(), False
+    piece: bytes | None = first[3:] if first.startswith(b"\xef\xbb\xbf") else first
+    try:
+        while piece is not None:
+            if after_return and piece[:1] == b"\n":
+                piece = piece[1:]
+            after_return = piece[-1:] == b"\r"
+            rest += piece
+            if b"\n" in piece or b"\r" in piece:
+                lines = bytes(rest).splitlines(keepends=True)
+                rest = bytearray() if lines[-1][-1:] in b"\r\n" else bytearray(lines.pop())
+                for line in lines:
+                    yield line.rstrip(b"\r\n")
+            piece = next(pieces, None)
+    except http.client.IncompleteRead:
+        yield bytes(rest)
+        raise
+    yield bytes(rest)
+
+
+def _text_of(value: Any) -> str:
+    """Text of a content field: a string, or a list of typed parts of which the text parts count."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        return ""
+    return "".join(str(as_dict(part).get("text") or "") for part in value if as_dict(part).get("type") == "text")
+
+
+def _joined(parts: list[str], key: str) -> tuple[str, bool]:
+    """(text, whether half a surrogate pair had to become U+FFFD): two halves may come in two events."""
+    text = "".join(parts)
+    if len(key) >= 8:  # a shorter word, like "local", is a placeholder and may stand in any text
+        text = redacted(text, key)
+    try:
+        text.encode("utf-8")
+        return text, False
+    except UnicodeEncodeError:
+        whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return whole, whole.count("\ufffd") > text.count("\ufffd")
+
+
+# ---- Prometheus scraper -----------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """One sample of a metrics page (a tuple, since pages hold thousands); `series` is its name as the server wrote it."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]  # sorted by label name
+    value: float
+    kind: str  # "counter", "gauge", "histogram", "summary" or "unknown"
+    series: str
+
+    def label(self, *names: str) -> str | None:
+        """The value of the first of these labels that the sample has."""
+        return next((value for name, value in self.labels if name in names), None)
+
+
+_SAMPLE = re.compile(
+    r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})?"
+    r"[ \t]*([^\s#{]+)(?:[ \t]+-?[0-9.eE+-]+)?[ \t]*(?:#[ \t]*\{.*)?$"
+)
+_LABEL = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*\"((?:[^\"\\]|\\.)*)\"[ \t]*(?:,[ \t]*|$)")
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+_PARTS = re.compile(r"_(?:total|bucket|sum|count|created)$")
+
+
+def parse_metrics(text: str) -> list[Sample]:
+    """Samples of a page in Prometheus text format 0.0.4 or OpenMetrics; lines that are neither are skipped.
+
+    https://prometheus.io/docs/instrumenting/exposition_formats/
+    """
+    samples = []
+    kinds: dict[str, str] = {}
+    for line in text.lstrip("\ufeff").split("\n"):  # not splitlines: label values may hold other line ends
+        line = line.strip(" \t\r")
+        if line[:1] == "#":
+            words = line.split(None, 3)
+            if len(words) == 4 and words[1] == "TYPE":
+                kinds[words[2]] = words[3].strip()
+            continue
+        match = _SAMPLE.match(line)
+        if not match:
+            continue
+        name, inside, number = match.groups()
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        labels = ()
+        if inside:
+            found = _LABEL.findall(inside.strip())
+            labels = tuple(sorted((key, _unescaped(raw) if "\\" in raw else raw) for key, raw in found))
+        kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
+        samples.append(Sample(name, labels, value, kind, line[: match.start(3)].strip()))
+    return samples
+
+
+def _unescaped(raw: str) -> str:
+    return re.sub(r"\\[\\\"n]", lambda match: _ESCAPES[match.group()], raw)
+
+
+# Tokens that the server says it generated: compared with those received, to find other clients.
+_GENERATED = re.compile(
+    r"(?:llamacpp:|lemonade_llamacpp_)tokens_predicted_total$|(?:vllm|sglang|lmdeploy):generation_tokens_total$"
+    r"|trtllm_generation_tokens_total$|tgi_request_generated_tokens_sum$"
+)
+_SPECULATION = re.compile(r"(?!http)(?:.*[^a-z])?(?:spec_|specul|draft|skipped_tokens|accepted_|acceptance)")
+_RUNNING = re.compile(r".*(?:requests_processing|requests_running|num_running_reqs|batch_current_size)$")
+_WAITING = re.compile(r".*(?:requests_deferred|requests_waiting|num_queue_reqs|queue_size)$")
+_MEMORY = re.compile(r"vllm:cache_config_info$|process_resident_memory_bytes$")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a metrics page said of speculation at one moment; no samples and a reason where it said nothing."""
+
+    samples: tuple[Sample, ...] | None
+    unavailable: str | None = None
+    process: str | None = None  # changes when the server is restarted
+
+    def total(self, names: re.Pattern[str]) -> float | None:
+        """Sum over the samples whose name matches, None where there are none."""
+        values = [sample.value for sample in self.samples or () if names.match(sample.name)]
+        return sum(values) if values else None
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How far counters grew between two snapshots (samples with the growth as value), or why that is unknown."""
+
+    samples: tuple[Sample, ...] | None
+    void: str | None = None
+    reset: bool = False
+
+
+def snapshot_of(text: str, headers: http.client.HTTPMessage, model: str) -> Snapshot:
+    """The samples of a page that this program uses; of several models' series only the one that is measured."""
+    if text.lstrip()[:1] in ("[", "{"):
+        return Snapshot(None, "the page is JSON, not Prometheus text")
+    if text.lstrip()[:1] == "<":
+        return Snapshot(None, "the page is HTML, not Prometheus text")
+    page = parse_metrics(text)
+    if not page:
+        return Snapshot(None, "the page holds no Prometheus samples")
+    process = headers.get("Process-Start-Time-Unix")
+    for sample in page:
+        if sample.name == "process_start_time_seconds":
+            process = process or repr(sample.value)
+    wanted = [s for s in page if math.isfinite(s.value) and any(
+        pattern.match(s.name) for pattern in (_SPECULATION, _GENERATED, _RUNNING, _WAITING, _MEMORY)
+    )]
+    models = {name for s in wanted if (name := s.label("model_name", "model"))}
+    if len(models) > 1:
+        if model not in models:
+            return Snapshot(None, f"the page counts several models ({', '.join(sorted(models))}), none named {model}")
+        wanted = [s for s in wanted if s.label("model_name", "model") in (None, model)]
+    return Snapshot(tuple(wanted), None, process)
+
+
+def metrics_snapshot(endpoint: Endpoint) -> Snapshot:
+    """The metrics page now; what is not such a page is unavailable, never zero."""
+    if endpoint.metrics_url is None:
+        return Snapshot(None, "no metrics page is known for this engine")
+    key = endpoint.key if same_server(endpoint.metrics_url, endpoint.api) else ""
+    try:
+        text, headers = get_text(endpoint.metrics_url, key, min(endpoint.timeout_s, SIDE_TIMEOUT_S))
+    except RequestFailed as error:
+        hint = "start llama-server with --metrics, SGLang with --enable-metrics"
+        if error.status in (401, 403):
+            hint = "it wants a key, which goes to the server's own address only"
+        return Snapshot(None, f"{endpoint.metrics_url}: {error} ({hint})")
+    return snapshot_of(text, headers, endpoint.model)
+
+
+def find_metrics(endpoint: Endpoint) -> tuple[Endpoint, Snapshot]:
+    """The endpoint with the address of its metrics page, and what the page says."""
+    given, page = endpoint.metrics_url, endpoint.root + "/metrics"
+    if endpoint.engine == "tensorrt-llm":  # its /metrics is JSON and is emptied by every read
+        page = endpoint.root + "/prometheus/metrics"
+    endpoint = replace(endpoint, metrics_url=given or page)
+    snapshot = metrics_snapshot(endpoint)
+    if given or snapshot.samples is not None:
+        return endpoint, snapshot
+    retry = None
+    if "HTTP 400" in (snapshot.unavailable or "") and "model" in (snapshot.unavailable or ""):
+        retry = f"{page}?model={urllib.parse.quote(endpoint.model, safe='')}"
+    elif "JSON" in (snapshot.unavailable or ""):
+        retry = endpoint.root + "/prometheus/metrics"
+    if retry:
+        second = metrics_snapshot(replace(endpoint, metrics_url=retry))
+        if second.samples is not None:
+            return replace(endpoint, metrics_url=retry), second
+    return endpoint, snapshot
+
+
+def is_counter(sample: Sample) -> bool:
+    """Whether the sample only ever grows: counters, and the parts of TGI's histogram; never `_created` or a gauge."""
+    if sample.name.endswith("_created"):
+        return False
+    if "skipped_tokens" in sample.name or sample.name.startswith("tgi_"):
+        return sample.name.endswith(("_sum", "_count", "_bucket"))
+    return sample.kind == "counter" or (sample.kind == "unknown" and sample.name.endswith("_total"))
+
+
+def counter_growth(before: Snapshot, after: Snapshot) -> Growth:
+    """What the counters grew by; void where a page is missing or the server was restarted in between."""
+    if before.samples is None or after.samples is None:
+        return Growth(None, before.unavailable or after.unavailable)
+    old = {(s.name, s.labels): s.value for s in before.samples if is_counter(s)}
+    new = [s for s in after.samples if is_counter(s)]
+    born = {(s.name, s.labels): s.value for s in before.samples if s.name.endswith("_created")}
+    reborn = any(born.get((s.name, s.labels), s.value) != s.value for s in after.samples)
+    lost = {key for key, value in old.items() if value > 0} - {(s.name, s.labels) for s in new}
+    fell = any(s.value < old.get((s.name, s.labels), 0.0) for s in new)
+    if before.process != after.process or reborn or lost or fell:
+        return Growth(None, "counters were reset during the run: the server was restarted", reset=True)
+    return Growth(tuple(s._replace(value=s.value - old.get((s.name, s.labels), 0.0)) for s in new))
+
+
+def added_growth(parts: Sequence[Growth]) -> Growth:
+    """Growth over several stretches; void if any of them is."""
+    total: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
+    for part in parts:
+        if part.samples is None:
+            return part
+        for s in part.samples:
+            seen = total.get((s.name, s.labels))
+            total[s.name, s.labels] = s._replace(value=s.value + (seen.value if seen else 0.0))
+    return Growth(tuple(total.values())) if parts else Growth(None, "no metrics were read")
+
+
+def position_of(sample: Sample) -> int | None:
+    """The draft position that a per-position series counts, 0-based."""
+    text = sample.label("position", "token_position")
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: int | None) -> Snapshot:
+    """The page once two reads agree and the tokens generated have reached those received; 3 s at most."""
+    after = metrics_snapshot(endpoint)
+    give_up = time.monotonic() + SETTLE_LIMIT_S
+    while after.samples is not None and time.monotonic() < give_up:
+        time.sleep(SETTLE_PAUSE_S)
+        previous, after = after, metrics_snapshot(endpoint)
+        growth = counter_growth(before, after)
+        generated = generated_tokens(growth)
+        counted = received is None or generated is None or generated >= received
+        if growth.samples is None or (counted and counter_growth(before, previous).samples == growth.samples):
+            break
+    return after
+
+
+def generated_tokens(growth: Growth) -> float | None:
+    """Tokens that the server says it generated meanwhile, None where its page does not tell."""
+    values = [s.value for s in growth.samples or () if _GENERATED.match(s.name)]
+    return sum(values) if values else None
+
+
+# ---- acceptance -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What became of the drafted tokens, as counted by the server; None for what it does not tell.
+
+    `per_position` counts how often the draft at position 1, 2, ... was accepted (not conditional on the one before).
+    """
+
+    source: str
+    steps: int | None = None  # verification steps that had a draft
+    drafted: int | None = None
+    accepted: int | None = None
+    per_position: tuple[int, ...] | None = None
+    rejections: int | None = None  # steps that ended in one; else derived from the positions
+
+
+def _from_histogram(source: str, block: JSON, steps: str, drafted: str, accepted: str, histogram: str) -> Acceptance | None:
+    """From a block with a histogram h: h[j] steps had exactly j drafts accepted, so position i has the sum over j > i."""
+    if as_count(block.get(steps)) is None and as_count(block.get(accepted)) is None:
+        return None
+    raw = block.get(histogram)
+    counts = [as_count(value) or 0 for value in raw] if isinstance(raw, list) else []
+    positions = tuple(sum(counts[i:]) for i in range(1, len(counts))) if counts else None
+    return Acceptance(source, as_count(block.get(steps)), as_count(block.get(drafted)), as_count(block.get(accepted)), positions)
+
+
+def from_timings(statistics: JSON) -> Acceptance | None:
+    """llama.cpp, ik_llama.cpp, mlx-vlm (which also tells its rounds) and servers that copied their `timings`."""
+    timings = as_dict(statistics.get("timings"))
+    drafted, accepted = as_count(timings.get("draft_n")), as_count(timings.get("draft_n_accepted"))
+    if drafted is None or accepted is None:
+        return None
+    return Acceptance("timings", as_count(timings.get("draft_rounds")), drafted, accepted)
+
+
+def from_vllm_answer(statistics: JSON) -> Acceptance | None:
+    """vLLM with --per-request-spec-decode-metrics."""
+    block = as_dict(as_dict(statistics.get("metrics")).get("speculative_decoding"))
+    return _from_histogram("response", block, "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
+                           "acceptance_histogram")
+
+
+def from_sglang_answer(statistics: JSON) -> Acceptance | None:
+    """SGLang asked for return_spec_tokens_details, or its own route's meta_info; drafted is nominal there."""
+    block = as_dict(as_dict(statistics.get("sglext")).get("spec_tokens_details")) or as_dict(statistics.get("meta_info"))
+    return _from_histogram("response", block, "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts",
+                           "spec_correct_drafts_histogram")
+
+
+def from_tensorrt_choice(statistics: JSON) -> Acceptance | None:
+    """TensorRT-LLM's block inside the choice."""
+    return _from_histogram("response", as_dict(statistics.get("choice")), "num_spec_steps", "total_draft_tokens",
+                           "total_accepted_draft_tokens", "acceptance_histogram")
+
+
+def from_lm_studio(statistics: JSON) -> Acceptance | None:
+    """LM Studio's `stats`; drafts it ignored were never verified and do not count as drafted."""
+    stats = as_dict(statistics.get("stats"))
+    accepted, rejected = as_count(stats.get("accepted_draft_tokens_count")), as_count(stats.get("rejected_draft_tokens_count"))
+    if accepted is None or rejected is None:
+        return None
+    return Acceptance("response", None, accepted + rejected, accepted)
+
+
+def from_usage_details(statistics: JSON) -> Acceptance | None:
+    """tabbyAPI and gateways; many servers that never draft send both fields as 0, which tells nothing."""
+    details = as_dict(statistics.get("usage_details"))
+    accepted = as_count(details.get("accepted_prediction_tokens"))
+    rejected = as_count(details.get("rejected_prediction_tokens"))
+    if accepted is None or rejected is None or accepted + rejected == 0:
+        return None
+    return Acceptance("response", None, accepted + rejected, accepted)
+
+
+def from_koboldcpp(statistics: JSON) -> Acceptance | None:
+    """KoboldCpp's page on its last generation: one failure is one round that ended in a rejection, not one token."""
+    perf = as_dict(statistics.get("perf"))
+    accepted, failures = as_count(perf.get("last_draft_success")), as_count(perf.get("last_draft_failed"))
+    if accepted is None or failures is None or accepted + failures == 0:
+        return None
+    return Acceptance("response", None, None, accepted, None, failures)
+
+
+ANSWER_SOURCES = (
+    from_timings, from_vllm_answer, from_sglang_answer, from_tensorrt_choice, from_lm_studio, from_usage_details,
+    from_koboldcpp,
+)
+
+
+def _counted(samples: Sequence[Sample], name: str) -> int | None:
+    """Sum over the series of a counter, written with or without `_total`; None where there are none."""
+    values = [s.value for s in samples if s.name in (name, name + "_total") and position_of(s) is None]
+    return round(sum(values)) if values else None
+
+
+def _positions(samples: Sequence[Sample], name: str) -> tuple[int, ...] | None:
+    """Counts by draft position, positions in numeric order."""
+    counts: dict[int, float] = {}
+    for s in samples:
+        position = position_of(s)
+        if s.name in (name, name + "_total") and position is not None and position < 1000:
+            counts[position] = counts.get(position, 0.0) + s.value
+    return tuple(round(counts.get(i, 0.0)) for i in range(max(counts) + 1)) if counts else None
+
+
+def from_draft_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+    """llama.cpp, vLLM, LMDeploy, and gateways that rename them: drafts, drafted, accepted and accepted per position."""
+    for prefix in ("llamacpp:", "vllm:", "lmdeploy:", "lemonade_llamacpp_"):
+        stem = prefix + "spec_decode_num_"
+        steps = _counted(samples, stem + "drafts")
+        if steps is not None:
+            positions = _positions(samples, stem + "accepted_tokens_per_pos")
+            accepted = _counted(samples, stem + "accepted_tokens")
+            if positions and "llama" in prefix:
+                accepted = sum(positions)  # its scalars carry six digits only
+            return Acceptance("metrics", steps, _counted(samples, stem + "draft_tokens"), accepted, positions)
+    return None
+
+
+def from_old_vllm_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+    """vLLM before its rewrite: emitted = accepted + one token of the target's own per step."""
+    emitted = _counted(samples, "vllm:spec_decode_num_emitted_tokens")
+    accepted = _counted(samples, "vllm:spec_decode_num_accepted_tokens")
+    if emitted is None or accepted is None:
+        return None
+    return Acceptance("metrics", emitted - accepted, _counted(samples, "vllm:spec_decode_num_draft_tokens"), accepted)
+
+
+def from_old_llama_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+    """llama.cpp forks and unmerged builds under two older spellings."""
+    for drafted, accepted in (("draft_tokens", "draft_tokens_accepted"), ("spec_tokens_drafted", "spec_tokens_accepted")):
+        count = _counted(samples, "llamacpp:" + drafted)
+        if count is not None:
+            steps = _counted(samples, "llamacpp:draft_verify_steps")
+            return Acceptance("metrics", steps, count, _counted(samples, "llamacpp:" + accepted))
+    return None
+
+
+def from_sglang_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+    """SGLang counts verification steps only: every step gives its accepted drafts and one token more."""
+    steps = _counted(samples, "sglang:spec_verify_calls")
+    if steps is None:
+        return None
+    generated = _counted(samples, "sglang:generation_tokens")
+    accepted = generated - answers - steps if generated is not None and answers and steps else None
+    return Acceptance("metrics", steps, None, max(accepted, 0) if accepted is not None else None)
+
+
+def from_tensorrt_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+    """TensorRT-LLM: two families count the same tokens at different moments, so one of them is used, never both."""
+    stem = "trtllm_spec_decode_"
+    positions = _positions(samples, stem + "accepted_tokens")
+    drafted = _counted(samples, stem + "num_draft_tokens")
+    if drafted is not None:
+        return Acceptance("metrics", None, drafted, _counted(samples, stem + "num_accepted_tokens"), positions)
+    by_position = _positions(samples, stem + "drafted_tokens")
+    if by_position is None or positions is None:
+        return None
+    return Acceptance("metrics", None, sum(by_position), sum(positions), positions)
+
+
+def from_tgi_histogram(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+    """TGI records accepted tokens once per generation step, the prefill of each answer included."""
+    count, total = _counted(samples, "tgi_request_skipped_tokens_count"), _counted(samples, "tgi_request_skipped_tokens_sum")
+    if count is None or total is None:
+        return None
+    below = {s.label("le"): s.value for s in samples if s.name == "tgi_request_skipped_tokens_bucket"}
+    positions: list[int] = []
+    while str(len(positions)) in below or f"{len(positions)}.0" in below:
+        i = len(positions)
+        positions.append(round(count - below.get(str(i), below.get(f"{i}.0", 0.0))))
+    while positions and positions[-1] == 0:
+        positions.pop()
+    return Acceptance("metrics", count - answers, None, total, tuple(positions) or None)
+
+
+COUNTER_SOURCES = (
+    from_draft_counters, from_old_vllm_counters, from_old_llama_counters, from_sglang_counters, from_tensorrt_counters,
+    from_tgi_histogram,
+)
+
+
+def acceptance_of_answer(statistics: JSON) -> Acceptance | None:
+    """What one answer tells of its drafts; engines are told apart by the shape of what they send."""
+    return next((found for source in ANSWER_SOURCES if (found := source(statistics))), None)
+
+
+def acceptance_of_counters(growth: Growth, tokens: int | None, answers: int) -> Acceptance | None:
+    """What a server's counters tell of the drafts of `answers` answers with `tokens` tokens."""
+    samples = growth.samples or ()
+    return next((found for source in COUNTER_SOURCES if (found := source(samples, tokens, answers))), None)
+
+
+def added_acceptance(parts: Sequence[Acceptance]) -> Acceptance | None:
+    """The sum; a figure that one part lacks is unknown in the sum."""
+    if not parts:
+        return None
+
+    def total(name: str) -> int | None:
+        values = [getattr(part, name) for part in parts]
+        return None if None in values else sum(values)
+
+    positions = None
+    if all(part.per_position is not None for part in parts):
+        length = max(len(part.per_position or ()) for part in parts)
+        positions = tuple(sum((part.per_position or ())[i : i + 1][0] if i < len(part.per_position or ()) else 0
+                              for part in parts) for i in range(length))
+    source = "+".join(dict.fromkeys(part.source for part in parts))
+    return Acceptance(source, total("steps"), total("drafted"), total("accepted"), positions, total("rejections"))
+
+
+def joined_acceptance(answers: Acceptance | None, counters: Acceptance | None) -> tuple[Acceptance | None, str | None]:
+    """(the best of both, disagreement): answers are immune to other clients; counters fill in what answers lack."""
+    if answers is None or counters is None:
+        return answers or counters, None
+    for name in ("drafted", "accepted", "steps"):
+        mine, theirs = getattr(answers, name), getattr(counters, name)
+        if mine is not None and theirs is not None and abs(mine - theirs) > FOREIGN_SHARE * max(mine, theirs, 100):
+            return answers, f"the answers tell {mine} {name}, the counters {theirs}"
+    filled = replace(
+        answers,
+        steps=counters.steps if answers.steps is None else answers.steps,
+        drafted=counters.drafted if answers.drafted is None else answers.drafted,
+        per_position=counters.per_position if answers.per_position is None else answers.per_position,
+    )
+    return (filled if filled == answers else replace(filled, source=f"{answers.source}+{counters.source}")), None
+
+
+def target_steps(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
+    """Steps of the target after each answer's first token: N - R - A, steps without a draft included."""
+    if tokens is None or acceptance.accepted is None:
+        return None
+    steps = tokens - answers - acceptance.accepted
+    return steps if steps > 0 else None
+
+
+def fixed_chain(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
+    """The chain length k if every draft had it (the last of an answer may be cut) and nearly every step a draft."""
+    targets = target_steps(acceptance, tokens, answers)
+    steps = acceptance.steps if acceptance.steps is not None else targets
+    if not steps or acceptance.drafted is None or not acceptance.drafted:
+        return None
+    k = math.ceil(acceptance.drafted / steps)
+    drafts_are_full = k * steps - acceptance.drafted <= k * answers
+    steps_have_drafts = targets is None or targets - steps <= answers
+    return k if drafts_are_full and steps_have_drafts else None
+
+
+def survival(acceptance: Acceptance, tokens: int | None, answers: int) -> float | None:
+    """alpha, the probability that a *tested* draft is accepted; accepted/drafted is not that, and lower.
+
+    Everything behind the first rejection of a step was drafted and never tested.
+    """
+    accepted, steps = acceptance.accepted, acceptance.steps
+    if accepted is None:
+        return None
+    if acceptance.rejections is not None:
+        return ratio_of(accepted, accepted + acceptance.rejections)
+    if steps and acceptance.drafted and acceptance.per_position:
+        k = math.ceil(acceptance.drafted / steps)
+        if k * steps - acceptance.drafted <= k * answers:  # else a short draft may end without a rejection
+            full = acceptance.per_position[k - 1] if k <= len(acceptance.per_position) else 0
+            return ratio_of(accepted, accepted + steps - full)
+        return None
+    chain = fixed_chain(acceptance, tokens, answers)
+    steps = steps if steps is not None else target_steps(acceptance, tokens, answers)
+    if chain is None or not steps:
+        return None
+    return alpha_for_accepted(accepted / steps, chain)
+
+
+def acceptance_record(acceptance: Acceptance | None, tokens: int | None, answers: int) -> JSON | None:
+    """The figures of the record: rates 0 to 1, lengths in tokens, None for what is unknown."""
+    if acceptance is None:
+        return None
+    steps, accepted = acceptance.steps, acceptance.accepted
+    targets = target_steps(acceptance, tokens, answers)
+    positions = acceptance.per_position
+    per_step = ratio_of(accepted, steps)
+    return {
+        "source": acceptance.source, "steps": steps, "drafted": acceptance.drafted, "accepted": accepted,
+        "per_position": [count / steps for count in positions] if positions and steps else None,
+        "rate": ratio_of(accepted, acceptance.drafted),
+        "mean_length": None if per_step is None else 1 + per_step,
+        "tokens_per_target_step": ratio_of(tokens - answers, targets) if tokens is not None else None,
+        "alpha": survival(acceptance, tokens, answers),
+    }
+
+
+# ---- timing loop ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One planned request: which arm, prompt and repeat (all 0-based), and its place in its pair."""
+
+    arm: int
+    prompt: int
+    repeat: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Requests of one workload in one round, between two reads of the metrics; above concurrency 1 of one arm."""
+
+    workload: str
+    shots: tuple[Shot, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One request as it went: an answer, or the error that came instead of one."""
+
+    arm: str
+    prompt_index: int
+    prompt_id: str
+    workload: str
+    repeat: int
+    place: int
+    answer: Answer | None = None
+    error: str | None = None
+    waited_s: float = 0.0
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """What it is compared by: prompt i, repeat j with prompt i, repeat j."""
+        return self.prompt_index, self.repeat
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a server counted around one block, beside what this program received from it meanwhile."""
+
+    arm: str
+    workload: str
+    repeat: int
+    before: Snapshot
+    after: Snapshot
+    tokens: int | None
+    answers: int
+    failed: int
+    elapsed_s: float
+    waiting: float | None = None  # the most requests seen queueing
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm, measured: its conditions as JSON, its readings in the order taken, and its server's counters."""
+
+    arm: str
+    conditions: JSON
+    readings: tuple[Reading, ...]
+    counted: tuple[Counted, ...]
+    interrupted: bool = False
+
+    def completed(self) -> list[Reading]:
+        """The readings that brought an answer."""
+        return [reading for reading in self.readings if reading.answer is not None]
+
+
+def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "paired", concurrency: int = 1) -> list[Block]:
+    """The blocks in the order to be measured; `workloads` names the workload of each prompt.
+
+    Paired: all arms back to back for each prompt, the order rotating at every pair, so that drift and the
+    second place cancel instead of becoming a speed-up; each round starts one further, so no prompt keeps its order.
+    """
+    groups = {name: [i for i, w in enumerate(workloads) if w == name] for name in dict.fromkeys(workloads)}
+    blocks: list[Block] = []
+    if concurrency > 1:
+        for round_ in range(repeats):
+            for number, (name, prompts) in enumerate(groups.items()):
+                copies = math.ceil(max(len(prompts), 2 * concurrency) / len(prompts))
+                for place, arm in enumerate(_rotated(arms, number + round_)):
+                    blocks.append(Block(name, tuple(
+                        Shot(arm, prompt, round_ * copies + copy, place) for copy in range(copies) for prompt in prompts
+                    )))
+        return _by_arm(blocks) if order == "sequential" else blocks
+    for round_ in range(repeats):
+        pair = round_
+        for name, prompts in groups.items():
+            shots = []
+            for prompt in prompts:
+                shots += [Shot(arm, prompt, round_, place) for place, arm in enumerate(_rotated(arms, pair))]
+                pair += 1
+            blocks.append(Block(name, tuple(shots)))
+    if order == "sequential":
+        split = [Block(b.workload, tuple(s for s in b.shots if s.arm == arm)) for arm in range(arms) for b in blocks]
+        return _by_arm(split)
+    return blocks
+
+
+def _rotated(arms: int, by: int) -> list[int]:
+    return [(position + by) % arms for position in range(arms)]
+
+
+def _by_arm(blocks: list[Block]) -> list[Block]:
+    return sorted(blocks, key=lambda block: block.shots[0].arm)
+
+
+class Recorder:
+    """Where readings go as they are taken: kept, written to the run file at once, and shown as progress."""
+
+    def __init__(self, say: Callable[[str], None], file: BinaryIO | None, total: int, show: bool) -> None:
+        self.say, self.file, self.total, self.show = say, file, total, show
+        self.readings: list[Reading] = []
+        self.counted: list[Counted] = []
+        self.started = time.monotonic()
+        self.write_error: str | None = None
+
+    def write(self, line: JSON) -> None:
+        """One line of the run file; a file that cannot be written any more does not stop the measurement."""
+        if self.file is None or self.write_error:
+            return
+        try:
+            self.file.write(json_line(line))
+            self.file.flush()
+        except OSError as error:
+            self.write_error = f"the run file could not be written: {error.strerror}; measuring went on without it"
+            self.say(self.write_error)
+
+    def add(self, reading: Reading) -> None:
+        """Keep one reading."""
+        self.readings.append(reading)
+        self.write(reading_to_json(reading))
+        if self.show:
+            done = len(self.readings)
+            left = (time.monotonic() - self.started) / done * (self.total - done)
+            status = f"{done}/{self.total}  {reading.arm}  {reading.prompt_id}  about {left / 60:.0f} min left"
+            sys.stderr.write("\r" + printable(status)[:78].ljust(78))
+            sys.stderr.flush()
+
+    def add_counted(self, counted: Counted) -> None:
+        """Keep what a server counted around a block."""
+        self.counted.append(counted)
+        self.write(counted_to_json(counted))
+
+    def clear_progress(self) -> None:
+        """Wipe the progress line."""
+        if self.show:
+            sys.stderr.write("\r" + " " * 78 + "\r")
+
+
+def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Callable[[str], None]) -> Reading:
+    """Send one planned request; whatever goes wrong becomes the reading's error."""
+    reading = Reading(endpoint.arm, shot.prompt, prompt.id, prompt.workload, shot.repeat, shot.place)
+    try:
+        answer, waited = patiently(lambda: complete(endpoint, prompt.messages), say, f"{endpoint.arm} ({endpoint.api})")
+    except RequestFailed as error:
+        return replace(reading, error=f"{endpoint.arm} server {endpoint.api}: {error}")
+    if endpoint.engine == "koboldcpp":
+        with contextlib.suppress(RequestFailed, ValueError):
+            answer.statistics["perf"] = loads(get_text(endpoint.root + "/api/extra/perf", endpoint.key)[0])
+    return replace(reading, answer=answer, waited_s=waited)
+
+
+def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], shared: bool,
+            recorder: Recorder, concurrency: int = 1) -> bool:
+    """Carry out the plan; True if it was interrupted.  `shared`: all arms are one server, so its counters are of all."""
+    try:
+        for block in plan:
+            arms = dict.fromkeys(shot.arm for shot in block.shots)
+            befores = {arm: metrics_snapshot(endpoints[arm]) for arm in arms}
+            first, started, waiting = len(recorder.readings), time.perf_counter(), None
+            if concurrency > 1:
+                waiting = _take_at_once(block.shots, endpoints, prompts, recorder, concurrency)
+            else:
+                for shot in block.shots:
+                    recorder.add(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say))
+            elapsed_s = time.perf_counter() - started
+            taken = recorder.readings[first:]
+            for arm, before in befores.items():
+                name = endpoints[arm].arm
+                mine = [r for r in taken if shared or r.arm == name]
+                tokens = sum_known(r.answer.completion_tokens for r in mine if r.answer)
+                after = settled_snapshot(endpoints[arm], before, tokens) if before.samples is not None else before
+                answers = sum(1 for r in mine if r.answer and r.answer.completion_tokens != 0)
+                failed = sum(1 for r in mine if not r.answer)
+                recorder.add_counted(Counted(name, block.workload, block.shots[0].repeat, before, after, tokens, answers,
+                                             failed, elapsed_s, waiting))
+    except KeyboardInterrupt:
+        return True
+    finally:
+        recorder.clear_progress()
+    return False
+
+
+def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], recorder: Recorder,
+                  concurrency: int) -> float | None:
+    """A closed loop of `concurrency` requests in flight; returns the most requests that were seen queueing."""
+    waiting_shots, done = queue.SimpleQueue(), queue.SimpleQueue()  # type: queue.SimpleQueue[Shot], queue.SimpleQueue[Reading]
+    for shot in shots:
+        waiting_shots.put(shot)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                shot = waiting_shots.get_nowait()
+                done.put(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say))
+
+    for _ in range(concurrency):
+        threading.Thread(target=work, daemon=True).start()  # daemons: Ctrl-C need not wait for them
+    peak: float | None = None
+    left, look_at = len(shots), time.monotonic() + 0.3
+    try:
+        while left:
+            with contextlib.suppress(queue.Empty):
+                recorder.add(done.get(timeout=0.1))
+                left -= 1
+            if time.monotonic() >= look_at and left >= concurrency:
+                waiting = metrics_snapshot(endpoints[shots[0].arm]).total(_WAITING)
+                peak = waiting if peak is None else max(peak, waiting or 0.0)
+                look_at = time.monotonic() + 1.0
+    except KeyboardInterrupt:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting_shots.get_nowait()
+        raise
+    return peak
+
+
+def warm_up(endpoints: Sequence[Endpoint], count: int, say: Callable[[str], None]) -> list[Answer | None]:
+    """The last discarded answer of each endpoint.  UsageError where a server refuses the request as it is.
+
+    All arms get the same requests in the same order, the warm-up included: greedy text depends on a server's history.
+    """
+    answers: list[Answer | None] = [None] * len(endpoints)
+    messages = ({"role": "user", "content": "Count from one to twenty in words, separated by commas."},)
+    for _ in range(count):
+        for number, endpoint in enumerate(endpoints):
+            who = f"{endpoint.arm} ({endpoint.api})"
+            try:
+                answers[number], _waited = patiently(lambda e=endpoint: complete(e, messages), say, who)  # type: ignore[misc]
+            except RequestFailed as error:
+                refused_for_good(endpoint, error)
+                say(f"warm-up: {endpoint.arm} server {endpoint.api}: {error}")
+    return answers
+
+
+def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
+    """UsageError if the server refuses the request itself, so that asking again cannot help."""
+    if error.status in (400, 401, 403, 404, 405, 413, 415, 422):
+        raise UsageError(
+            f"{endpoint.arm} server {endpoint.api} refuses the request: {error}; a null in --extra-body removes a field "
+            "from the request, as in --extra-body '{\"seed\": null}'"
+        )
+
+
+def sum_known(values: Iterable[int | None]) -> int | None:
+    """The sum, None as soon as one value is unknown."""
+    total = 0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total
+
+
+# ---- text comparison --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two texts first differ: offsets 0-based, line and column 1-based, 60 characters of both from there."""
+
+    byte: int
+    character: int
+    line: int
+    column: int
+    baseline_tail: str
+    speculative_tail: str
+
+
+def first_difference(baseline: str, speculative: str) -> Difference | None:
+    """The first place where the UTF-8 bytes differ; the byte offset may lie inside a character."""
+    a, b = baseline.encode("utf-8"), speculative.encode("utf-8")
+    if a == b:
+        return None
+    shorter = min(len(a), len(b))
+    byte = next((i for i in range(shorter) if a[i] != b[i]), shorter)
+    before = a[:byte].decode("utf-8", "ignore")  # drops the begun character, so this ends where that one starts
+    line = before.count("\n") + 1
+    column = len(before) - (before.rfind("\n") + 1) + 1
+    start = len(before)
+    return Difference(byte, start, line, column, baseline[start : start + TAIL_CHARACTERS],
+                      speculative[start : start + TAIL_CHARACTERS])
+
+
+def texts_of(reading: Reading) -> tuple[str, str]:
+    """(content, reasoning) of a completed reading."""
+    assert reading.answer is not None
+    return reading.answer.content, reading.answer.reasoning
+
+
+def self_agreement(readings: Sequence[Reading]) -> tuple[JSON, set[int]]:
+    """How often a server repeated itself, and the prompts on which it did not.
+
+    The first (cold) repeat is told apart from later (warm) ones: a prompt cache can change the batch shape.
+    """
+    by_prompt: dict[int, list[Reading]] = {}
+    for reading in sorted((r for r in readings if r.answer), key=lambda r: r.repeat):
+        by_prompt.setdefault(reading.prompt_index, []).append(reading)
+    result = {"compared": 0, "identical": 0, "warm_compared": 0, "warm_identical": 0}
+    unstable = set()
+    for prompt, repeats in by_prompt.items():
+        for number in range(1, len(repeats)):
+            same = texts_of(repeats[number]) == texts_of(repeats[0])
+            result["compared"] += 1
+            result["identical"] += same
+            if number > 1:
+                result["warm_compared"] += 1
+                result["warm_identical"] += texts_of(repeats[number]) == texts_of(repeats[1])
+            if not same:
+                unstable.add(prompt)
+    return result, unstable
+
+
+def divergence(baseline: Reading, candidate: Reading, unstable: bool) -> JSON | None:
+    """How the texts of one pair differ, as a JSON object; None where they are the same."""
+    assert baseline.answer is not None and candidate.answer is not None
+    for where in ("content", "reasoning"):
+        texts = getattr(baseline.answer, where), getattr(candidate.answer, where)
+        found = first_difference(*texts)
+        if found is None:
+            continue
+        kind = "baseline-is-prefix" if not found.baseline_tail else "different"
+        kind = "speculative-is-prefix" if not found.speculative_tail else kind
+        same_count = baseline.answer.completion_tokens == candidate.answer.completion_tokens
+        return {
+            "prompt_index": baseline.prompt_index, "prompt_id": baseline.prompt_id, "workload": baseline.workload,
+            "repeat": baseline.repeat, "where": where, "class": "unstable-baseline" if unstable else kind,
+            "first_difference_at_char": found.character, "first_difference_at_byte": found.byte,
+            "line": found.line, "column": found.column,
+            "baseline_tail": found.baseline_tail, "speculative_tail": found.speculative_tail,
+            "baseline_finish_reason": baseline.answer.finish_reason,
+            "speculative_finish_reason": candidate.answer.finish_reason,
+            "baseline_tokens": baseline.answer.completion_tokens,
+            "speculative_tokens": candidate.answer.completion_tokens,
+            # a text that stops early under an equal count: tokens were counted that were never delivered
+            "count_suspicious": kind.endswith("prefix") and same_count and baseline.answer.completion_tokens is not None,
+            "triage": None,
+        }
+    return None
+
+
+def compare_texts(baseline: Run, candidate: Run, triage: JSON, workload: str | None = None) -> JSON:
+    """The comparison of texts of one workload or of all, pair by pair; `triage` maps prompt indices to findings."""
+    mine = [r for r in baseline.readings if workload in (None, r.workload)]
+    theirs = {r.pair: r for r in candidate.readings if workload in (None, r.workload)}
+    baseline_self, unstable = self_agreement(mine)
+    candidate_self, _ = self_agreement(list(theirs.values()))
+    result: JSON = {"compared": 0, "identical": 0, "divergent": 0, "empty": 0, "failed": 0, "unstable": 0,
+                    "baseline_self": baseline_self, "speculative_self": candidate_self, "divergences": []}
+    for reading in mine:
+        other = theirs.get(reading.pair)
+        if other is None or reading.answer is None or other.answer is None:
+            result["failed"] += 1
+            continue
+        if not any(texts_of(reading) + texts_of(other)):
+            result["empty"] += 1
+            continue
+        result["compared"] += 1
+        found = divergence(reading, other, reading.prompt_index in unstable)
+        result["identical"] += found is None
+        if found:
+            result["divergent"] += 1
+            result["unstable"] += found["class"] == "unstable-baseline"
+            found["triage"] = triage.get(str(reading.prompt_index)) if found["class"] != "unstable-baseline" else None
+            result["divergences"].append(found)
+    return result
+
+
+def ask_for_gap(baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, other: Answer) -> JSON:
+    """Triage: the baseline's own log probabilities at the first difference, by one more request to it.
+
+    Asked with its prompt cache as it is: a real server repeated its answer in 19 of 20 cases so, in 6 of 20 without.
+    """
+    try:
+        body = _logprobs(baseline, prompt)
+    except RequestFailed as error:
+        return {"finding": "not-known", "gap_nats": None, "baseline_token": None, "speculative_token": None,
+                "reason": f"no log probabilities: {error}"}
+    text = own.content if found["where"] == "content" else own.reasoning
+    rest = other.content if found["where"] == "content" else other.reasoning
+    return gap_finding(body, text.encode("utf-8"), rest.encode("utf-8"), found["first_difference_at_byte"])
+
+
+def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
+    """The list of chosen tokens with their alternatives, as the server sends it."""
+    body: JSON = {"model": endpoint.model, "messages": list(prompt.messages), "stream": False, **endpoint.request,
+                  "logprobs": True, "top_logprobs": 20}
+    body = {name: value for name, value in body.items() if value is not None}
+    with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s, body)) as response:
+        try:
+            answer = loads(b"".join(body_pieces(response)).decode("utf-8", "replace"))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise RequestFailed(_connection_trouble(error, endpoint.timeout_s, endpoint.key)) from None
+    choices = as_dict(answer).get("choices")
+    first = as_dict(choices[0]) if isinstance(choices, list) and choices else {}
+    content = as_dict(first.get("logprobs")).get("content")
+    if not isinstance(content, list) or not content:
+        raise RequestFailed("the server sends none")
+    return content
+
+
+def _token_bytes(entry: JSON) -> bytes:
+    raw = entry.get("bytes")
+    if isinstance(raw, list) and all(isinstance(value, int) and 0 <= value < 256 for value in raw):
+        return bytes(raw)
+    return str(entry.get("token") or "").encode("utf-8", "replace")
+
+
+def gap_finding(tokens: Sequence[Any], own: bytes, other: bytes, offset: int) -> JSON:
+    """near-tie, clear-preference or not-known, from the log probabilities of the baseline's answer `own`.
+
+    `offset` is the byte at which `other` differs.  The gap, in nats, lies between the baseline's token there and the
+    token with which the other text goes on; for one that is not listed it is at least the distance to the last listed.
+    """
+    result: JSON = {"finding": "not-known", "gap_nats": None, "baseline_token": None, "speculative_token": None}
+    spelled = b"".join(_token_bytes(as_dict(entry)) for entry in tokens)
+    text_starts = spelled.rfind(own[: offset + 1]) if offset + 1 <= len(own) else spelled.rfind(own)
+    if text_starts < 0 or (offset == 0 and text_starts > 0 and not spelled.startswith(own)):
+        return {**result, "reason": "its answer changed again"}
+    at = -text_starts
+    for entry in map(as_dict, tokens):
+        size = len(_token_bytes(entry))
+        if at + size > offset or (at == offset and size == 0):
+            return {**result, **_gap_at(entry, other[max(at, 0) :])}
+        at += size
+    return {**result, "reason": "the baseline's answer ends there"}
+
+
+def _gap_at(entry: JSON, rest: bytes) -> JSON:
+    chosen, listed = as_number(entry.get("logprob")), entry.get("top_logprobs")
+    options = [as_dict(option) for option in listed] if isinstance(listed, list) else []
+    known = [(as_number(o.get("logprob")), o) for o in options]
+    ranked = sorted(((p, _token_bytes(o), str(o.get("token"))) for p, o in known if p is not None), reverse=True)
+    if chosen is None or not ranked:
+        return {"reason": "the server lists no alternatives"}
+    own = _token_bytes(entry)
+    matching = [(p, token) for p, raw, token in ranked if raw != own and (rest.startswith(raw) if raw else not rest)]
+    found: JSON = {"baseline_token": str(entry.get("token")), "at_least": not matching}
+    if matching:
+        gap, found["speculative_token"] = chosen - matching[0][0], matching[0][1]
+    else:
+        gap = chosen - ranked[-1][0]
+        if gap <= NEAR_TIE_NATS:
+            return {**found, "reason": "the other server's token is not among those listed"}
+    return {**found, "gap_nats": gap, "finding": "near-tie" if abs(gap) <= NEAR_TIE_NATS else "clear-preference"}
+
+
+# ---- arithmetic -------------------------------------------------------------------------------------------
+# Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding, 2023.
+# alpha: probability that a tested draft is accepted; k: chain length; c: cost of one draft step in target steps.
+
+
+def check_arithmetic(alpha: float = 0.0, k: int = 0, c: float = 0.0) -> None:
+    """UsageError for what is not a probability, a chain length or a cost."""
+    if not 0.0 <= alpha <= 1.0:
+        raise UsageError(f"alpha {alpha:g} is not a probability between 0 and 1")
+    if k < 0 or k > 10_000:
+        raise UsageError(f"chain length {k} is not between 0 and 10000")
+    if not 0.0 <= c < math.inf:
+        raise UsageError(f"draft cost {c:g} is not a number of target steps, 0 or more")
+
+
+def expected_tokens(alpha: float, k: int) -> float:
+    """Tokens per verification step, (1 - alpha^(k+1)) / (1 - alpha): between 1 and k + 1.  Leviathan et al., eq. 1."""
+    check_arithmetic(alpha, k)
+    return math.fsum(alpha**i for i in range(k + 1))
+
+
+def speedup(alpha: float, k: int, c: float) -> float:
+    """Expected speed-up E / (1 + k c) where verification costs one target step.  Leviathan et al., theorem 3.8."""
+    check_arithmetic(alpha, k, c)
+    return expected_tokens(alpha, k) / (1 + k * c)
+
+
+def bisected(value_at: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    """Where a growing function reaches `wanted`, to the last bits."""
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if value_at(middle) < wanted else (low, middle)
+    return high
+
+
+def alpha_needed(k: int, step_cost: float) -> tuple[str, float | None]:
+    """("alpha", the alpha at which k drafts pay for a step that costs so many target steps), ("any", 0) or ("cannot-pay", None)."""
+    check_arithmetic(k=k)
+    if step_cost <= 1.0:
+        return "any", 0.0
+    if step_cost > k + 1:
+        return "cannot-pay", None
+    return "alpha", bisected(lambda alpha: expected_tokens(alpha, k), step_cost, 0.0, 1.0)
+
+
+def alpha_for_accepted(accepted_per_step: float, k: int) -> float | None:
+    """The alpha with alpha + ... + alpha^k accepted drafts per step; None where no alpha gives so many."""
+    if not 0.0 <= accepted_per_step <= k:
+        return None
+    if accepted_per_step == 0.0:
+        return 0.0
+    return bisected(lambda alpha: expected_tokens(alpha, k), 1 + accepted_per_step, 0.0, 1.0)
+
+
+def best_chain(alpha: float, c: float, longest: int = 64) -> tuple[int, float]:
+    """(chain length, speed-up) with the highest expected speed-up; length 0 (no draft) where none is above 1."""
+    check_arithmetic(alpha, longest, c)
+    return max(((k, speedup(alpha, k, c)) for k in range(longest + 1)), key=lambda pair: (pair[1], -pair[0]))
+
+
+def predicted_by_chain(survivals: Sequence[float], step_cost: Callable[[int], float], longest: int) -> list[JSON]:
+    """Speed-up for each chain length up to `longest`: 1 + accepted per step, over the cost of a step.
+
+    `survivals` are unconditional acceptance rates by position; beyond the last the conditional rate is carried on,
+    and the figure marked as extrapolated.
+    """
+    rates = list(survivals)
+    before = rates[-2] if len(rates) > 1 else 1.0
+    last = rates[-1] / before if before > 0 else 0.0
+    while len(rates) < longest:
+        rates.append(rates[-1] * min(last, 1.0))
+    return [
+        {"chain": k, "predicted_speedup": (1 + math.fsum(rates[:k])) / cost, "extrapolated": k > len(survivals)}
+        for k in range(1, longest + 1) if (cost := step_cost(k)) > 0
+    ]
+
+
+def fitted_costs(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """(verification cost, draft cost) from (drafts per step, step cost) of several chain lengths, by least squares.
+
+    Step cost = verification + drafts x draft cost, all in target steps; one chain length cannot separate them.
+    """
+    if len({round(k, 3) for k, _ in points}) < 2:
+        return None
+    mean_k, mean_x = math.fsum(k for k, _ in points) / len(points), math.fsum(x for _, x in points) / len(points)
+    slope = math.fsum((k - mean_k) * (x - mean_x) for k, x in points) / math.fsum((k - mean_k) ** 2 for k, _ in points)
+    return mean_x - slope * mean_k, slope
+
+
+# ---- statistics -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A ratio with its 95% interval (None where there is none) and the number of prompts it rests on."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+    prompts: int
+
+    def to_json(self) -> JSON:
+        """As it stands in the records."""
+        return {"ratio": self.ratio, "low": self.low, "high": self.high, "level": 0.95, "prompts": self.prompts}
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two middle ones."""
+    ranked = sorted(values)
+    return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+
+
+def t_probability(t: float, df: int) -> float:
+    """P(|T| <= t) for Student's t with whole degrees of freedom.  Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    theta = math.atan2(t, math.sqrt(df))
+    cosine, sine = math.cos(theta), math.sin(theta)
+    term, total = (cosine, cosine) if df % 2 else (1.0, 1.0)
+    for i in range(2 + df % 2, df - 1, 2):
+        term *= cosine * cosine * (i - 1) / i
+        total += term
+    if df % 2 == 0:
+        return sine * total
+    return 2 / math.pi * (theta + (sine * total if df > 1 else 0.0))
+
+
+@functools.lru_cache(maxsize=None)
+def t_quantile(df: int, level: float = 0.95) -> float:
+    """The t that a Student variable with `df` degrees of freedom stays within, in absolute value, at this level."""
+    return bisected(lambda t: t_probability(t, df), level, 0.0, 1e4)
+
+
+def estimate(logs: Sequence[float], spread: float | None, df: int, prompts: int) -> Estimate:
+    """exp of the mean log ratio, and its t interval from the standard deviation `spread` (None: no interval)."""
+    mean = math.fsum(logs) / len(logs)
+    if spread is None or df < 1:
+        return Estimate(math.exp(mean), None, None, prompts)
+    half = t_quantile(df) * spread / math.sqrt(len(logs))
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), prompts)
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """The sample standard deviation, None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def over_prompts(logs: Sequence[Sequence[float]]) -> Estimate | None:
+    """For prompts like these: repeats collapse to their median, since prompts are the sample and repeats are not."""
+    medians = [median(repeats) for repeats in logs]
+    return estimate(medians, deviation(medians), len(medians) - 1, len(medians)) if medians else None
+
+
+def over_repeats(logs: Sequence[Sequence[float]]) -> Estimate | None:
+    """For exactly these prompts: the mean of all pairs, with the spread of repeats within prompts."""
+    everything = [value for repeats in logs for value in repeats]
+    if not everything:
+        return None
+    df = len(everything) - len(logs)
+    within = math.fsum((deviation(repeats) or 0.0) ** 2 * (len(repeats) - 1) for repeats in logs)
+    return estimate(everything, math.sqrt(within / df) if df else None, df, len(logs))
+
+
+def stall_count(logs: Sequence[Sequence[float]]) -> int:
+    """Repeats far from their prompt's median, against the median residual of all: counted, never deleted."""
+    residuals = [abs(value - median(repeats)) for repeats in logs for value in repeats]
+    moved = [residual for residual in residuals if residual > 0]
+    return sum(residual > STALL_CUTOFF * median(moved) for residual in moved) if moved else 0
+
+
+def verdict_of(speed: Estimate | None, min_gain: float) -> str:
+    """pays, does-not-pay or undecided: only a whole interval on one side of 1 + min_gain decides."""
+    if speed is None or speed.low is None or speed.high is None:
+        return "undecided"
+    return "pays" if speed.low > 1 + min_gain else "does-not-pay" if speed.high < 1 + min_gain else "undecided"
+
+
+def more_prompts(logs: Sequence[Sequence[float]], min_gain: float) -> str | None:
+    """How many more prompts might settle an undecided verdict, to one significant figure; None where unknowable.
+
+    ((1.96 + 0.84) s / distance)^2 prompts give 80% power at the 5% level.
+    """
+    medians = [median(repeats) for repeats in logs]
+    spread = deviation(medians)
+    if spread is None:
+        return None
+    distance = abs(math.fsum(medians) / len(medians) - math.log1p(min_gain))
+    needed = ((1.96 + 0.84) * spread / distance) ** 2 - len(medians) if distance > 0 else math.inf
+    if needed > 100:
+        return "more than 100"
+    return f"{max(float(f'{needed:.1g}'), 1.0):.0f}"
+
+
+# ---- comparison -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What is known of an arm's drafts in one workload or in all, with the tokens and answers they belong to."""
+
+    acceptance: Acceptance | None
+    tokens: int | None
+    answers: int
+    disagreement: str | None
+    growth: Growth
+
+    @property
+    def seen(self) -> bool | None:
+        """Whether the server drafted at all; None where nothing tells."""
+        counts = (self.acceptance.steps, self.acceptance.drafted, self.acceptance.accepted) if self.acceptance else ()
+        known = [count for count in counts if count is not None]
+        return any(known) if known else None
+
+    def record(self) -> JSON | None:
+        """The `acceptance` of the records."""
+        return acceptance_record(self.acceptance, self.tokens, self.answers)
+
+
+def drafts_of(run: Run, workload: str | None = None) -> Drafts:
+    """Acceptance from the answers, completed by the counters where both speak of the same answers."""
+    answers = [r.answer for r in run.readings if r.answer and workload in (None, r.workload)]
+    blocks = [block for block in run.counted if workload in (None, block.workload)]
+    growth = added_growth([counter_growth(block.before, block.after) for block in blocks])
+    tokens = sum_known(answer.completion_tokens for answer in answers)
+    count = sum(answer.completion_tokens != 0 for answer in answers)
+    told = [found for answer in answers if (found := acceptance_of_answer(answer.statistics))]
+    timed = [as_count(as_dict(answer.statistics.get("timings")).get("predicted_n")) or 0 for answer in answers]
+    block_tokens, block_answers = sum_known(block.tokens for block in blocks), sum(block.answers for block in blocks)
+    counted = acceptance_of_counters(growth, block_tokens, block_answers)
+    if told and block_answers == count:
+        best, disagreement = joined_acceptance(added_acceptance(told), counted)
+        return Drafts(best, tokens, count, disagreement, growth)
+    if told:
+        return Drafts(added_acceptance(told), tokens, count, None, growth)
+    if counted is None and timed and all(n > 1 for n in timed):
+        # timings without draft fields: engines that have the fields leave them out where nothing was drafted
+        return Drafts(Acceptance("timings", None, 0, 0), tokens, count, None, growth)
+    return Drafts(counted, block_tokens, block_answers, None, growth)
+
+
+def usable_pairs(runs: Sequence[Run]) -> set[tuple[int, int]]:
+    """(prompt index, repeat) of the pairs that every arm completed."""
+    return set.intersection(*({reading.pair for reading in run.completed()} for run in runs))
+
+
+def usable_blocks(runs: Sequence[Run]) -> set[tuple[str, int]]:
+    """(workload, first repeat) of the blocks that every arm completed whole, for measurements under load."""
+    return set.intersection(*(
+        {(c.workload, c.repeat) for c in run.counted if not c.failed and c.answers} for run in runs
+    ))
+
+
+def spread_of(values: Sequence[float]) -> JSON | None:
+    """{p50, mean, max} of times in seconds, None where there are none."""
+    if not values:
+        return None
+    return {"p50": median(values), "mean": math.fsum(values) / len(values), "max": max(values)}
+
+
+def block_rates(run: Run, blocks: set[tuple[str, int]], workload: str | None) -> dict[tuple[str, int], float]:
+    """Tokens per second of each block under load: tokens of the block over its elapsed time."""
+    return {
+        (c.workload, c.repeat): c.tokens / c.elapsed_s for c in run.counted
+        if workload in (None, c.workload) and (c.workload, c.repeat) in blocks and c.tokens and c.elapsed_s > 0
+    }
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Speeds of one arm over the pairs that all arms completed; None where a count or a time is unknown."""
+
+    tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    decode_source: str | None
+    wall_s: float
+    latency_s: JSON | None
+    ttft_s: JSON | None
+
+
+def figures_of(run: Run, runs: Sequence[Run], workload: str | None = None) -> Figures:
+    """output_tokens_per_s = tokens / time inside requests; under load, tokens / elapsed time of the blocks."""
+    pairs = usable_pairs(runs)
+    answers = [r.answer for r in run.readings if r.answer and r.pair in pairs and workload in (None, r.workload)]
+    tokens = sum_known(answer.completion_tokens for answer in answers)
+    wall_s = math.fsum(answer.latency_s for answer in answers)
+    if run.conditions["concurrency"] > 1:
+        blocks = usable_blocks(runs)
+        mine = [c for c in run.counted if workload in (None, c.workload) and (c.workload, c.repeat) in blocks]
+        tokens, wall_s = sum_known(c.tokens for c in mine), math.fsum(c.elapsed_s for c in mine)
+    timed = [answer for answer in answers if answer.decode_s and answer.decode_tokens]
+    sources = {answer.decode_source for answer in timed}
+    decode = ratio_of(sum(a.decode_tokens or 0 for a in timed), math.fsum(a.decode_s or 0.0 for a in timed))
+    return Figures(
+        ratio_of(tokens, wall_s), decode if len(sources) == 1 else None, sources.pop() if len(sources) == 1 else None,
+        wall_s, spread_of([answer.latency_s for answer in answers]),
+        spread_of([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
+    )
+
+
+def log_ratios(baseline: Run, candidate: Run, runs: Sequence[Run], workload: str | None, decode: bool = False) -> list[list[float]]:
+    """ln(candidate tokens/s) - ln(baseline tokens/s): a list of repeats for each prompt, or for each pair of blocks."""
+    if baseline.conditions["concurrency"] > 1 and not decode:
+        blocks = usable_blocks(runs)
+        mine, theirs = block_rates(baseline, blocks, workload), block_rates(candidate, blocks, workload)
+        return [[math.log(theirs[key]) - math.log(mine[key])] for key in mine if key in theirs]
+
+    def rate(answer: Answer) -> float | None:
+        if decode:
+            return ratio_of(answer.decode_tokens, answer.decode_s)
+        return ratio_of(answer.completion_tokens, answer.latency_s)
+
+    pairs, others = usable_pairs(runs), {r.pair: r.answer for r in candidate.completed()}
+    logs: dict[int, list[float]] = {}
+    for reading in baseline.completed():
+        other = others.get(reading.pair)
+        if reading.pair not in pairs or workload not in (None, reading.workload) or not reading.answer or not other:
+            continue
+        if decode and (reading.answer.decode_source or "")[:6] != (other.decode_source or "")[:6]:
+            continue
+        before, after = rate(reading.answer), rate(other)
+        if before and after:
+            logs.setdefault(reading.prompt_index, []).append(math.log(after) - math.log(before))
+    return list(logs.values())
+
+
+def finding(name: str, detail: str, **numbers: Any) -> JSON:
+    """One line of the audit."""
+    return {"finding": name, "detail": detail, **numbers}
+
+
+def arm_findings(run: Run) -> list[JSON]:
+    """What must be known about one arm before its figures are believed."""
+    found: list[JSON] = list(run.conditions["findings"])
+    drafts, answers = drafts_of(run), [r.answer for r in run.completed() if r.answer]
+    if drafts.growth.reset:
+        found.append(finding("counter-reset", f"{drafts.growth.void}; its figures and its cache are of two servers"))
+    elif drafts.growth.samples is None and not any(f["finding"] == "metrics-unavailable" for f in found):
+        found.append(finding("metrics-unavailable", drafts.growth.void or "no metrics were read"))
+    elif drafts.acceptance is None and spec_delta(drafts.growth):
+        found.append(finding("metrics-unavailable", "the page has speculation counters of an unknown kind; no rate is made of them"))
+    if drafts.disagreement:
+        found.append(finding("sources-disagree", drafts.disagreement + "; the answers are believed"))
+    rate = (drafts.record() or {}).get("rate")
+    if rate is not None and rate > 1:
+        found.append(finding("rate-above-one", f"more tokens accepted than drafted (rate {rate:.3f}): a server's count is wrong", rate=rate))
+    found += _foreign_traffic(run)
+    if drafts.acceptance is None and (mean := run.conditions["server"].get("lifetime_accept_length")):
+        found.append(finding("lifetime-only", f"acceptance is told only as a mean since the server's start ({mean:.2f} tokens "
+                             "per step); it is not of this run", mean_length=mean))
+    peak = max((c.waiting or 0.0 for c in run.counted), default=0.0)
+    if peak > 0:
+        found.append(finding("queueing", f"up to {peak:.0f} requests queued at the server: it holds fewer at once than "
+                             f"{run.conditions['concurrency']}, so this level measures the queue", waiting=peak))
+    for name, some, words in (
+        ("undecodable-text", [a for a in answers if a.undecodable], "answers held bytes that are no UTF-8, shown as U+FFFD"),
+        ("usage-missing", [a for a in answers if a.completion_tokens is None], "answers came without a token count; rates are left out, never guessed"),
+        ("waited", [r for r in run.readings if r.waited_s > 0], "requests had to wait for a 503 or 429 first (not timed)"),
+    ):
+        if some:
+            found.append(finding(name, f"{len(some)} {words}", count=len(some)))
+    if run.interrupted:
+        found.append(finding("interrupted", f"interrupted after {len(run.readings)} requests of this arm"))
+    return found
+
+
+def _foreign_traffic(run: Run) -> list[JSON]:
+    """More tokens generated than received: another client used the server.  Silent where it cannot be known."""
+    received = sum_known(block.tokens for block in run.counted)
+    if not run.counted or received is None or run.interrupted or any(not r.answer for r in run.readings):
+        return []
+    whole = counter_growth(run.counted[0].before, run.counted[-1].after)
+    if run.conditions["shared_server"]:  # between this arm's blocks the other arm used it
+        whole = added_growth([counter_growth(block.before, block.after) for block in run.counted])
+    generated = generated_tokens(whole)
+    if generated is None or generated <= received * (1 + FOREIGN_SHARE):
+        return []
+    extra = round(generated - received)
+    return [finding("foreign-traffic", f"the server generated {extra} tokens more than this program received: another client "
+                    "used it, so speeds, counters and text may be disturbed", foreign_tokens=extra)]
+
+
+def spec_delta(growth: Growth) -> JSON | None:
+    """Growth of every speculation counter under the server's own name, positions in numeric order."""
+    if growth.samples is None:
+        return None
+    kept = [s for s in growth.samples if _SPECULATION.match(s.name)]
+    return {s.series: tidy(s.value) for s in sorted(kept, key=_series_order)}
+
+
+def spec_gauges(run: Run) -> JSON | None:
+    """Speculation gauges as last read: never differenced, since they are means of a time that is not this run's."""
+    samples = run.counted[-1].after.samples if run.counted else None
+    if samples is None:
+        return None
+    kept = [s for s in samples if _SPECULATION.match(s.name) and not is_counter(s) and not s.name.endswith("_created")]
+    return {s.series: tidy(s.value) for s in sorted(kept, key=_series_order)}
+
+
+def _series_order(sample: Sample) -> tuple[str, int, str]:
+    position = position_of(sample)
+    return sample.name, -1 if position is None else position, sample.series
+
+
+def tidy(value: float) -> int | float:
+    """A whole number without its decimal point."""
+    return int(value) if value == int(value) else value
+
+
+def workloads_of(runs: Sequence[Run]) -> list[str]:
+    """The kinds of work in the order of the prompts."""
+    return list(dict.fromkeys(prompt["workload"] for prompt in runs[0].conditions["prompts"]))
+
+
+def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
+    """What the lab notebook keeps of one arm; rates are over the pairs that all of `runs` completed."""
+    about, figures, drafts = run.conditions, figures_of(run, runs), drafts_of(run)
+    completed = run.completed()
+    answers = [r.answer for r in completed if r.answer]
+    tokens = sum_known(answer.completion_tokens for answer in answers)
+    errors = [reading.error for reading in run.readings if reading.error]
+    samples = (answer.statistics.get("timings") for answer in answers)
+
+    def one(workload: str) -> JSON:
+        mine, speeds = [r for r in completed if r.workload == workload], figures_of(run, runs, workload)
+        return {
+            "workload": workload, "prompts": len({r.prompt_index for r in mine}), "completed": len(mine),
+            "output_tokens": sum_known(r.answer.completion_tokens for r in mine if r.answer),
+            "output_tokens_per_s": speeds.tokens_per_s, "decode_tokens_per_s": speeds.decode_tokens_per_s,
+            "latency_s": speeds.latency_s, "ttft_s": speeds.ttft_s, "acceptance": drafts_of(run, workload).record(),
+        }
+
+    return {
+        "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "label": f"{label}/{run.arm}", "kind": "endpoint",
+        "base_url": about["base_url"], "model": about["model"], "engine": about["engine"],
+        "engine_version": about["engine_version"], "max_tokens": about["request"].get("max_tokens"),
+        "repeats": about["repeats"], "prompt_count": len(about["prompts"]), "requests": len(run.readings),
+        "completed": len(completed), "failed": len(errors), "first_error": errors[0] if errors else None,
+        "wall_s": figures.wall_s, "latency_s": figures.latency_s, "ttft_s": figures.ttft_s, "output_tokens": tokens,
+        "output_tokens_per_s": figures.tokens_per_s, "decode_tokens_per_s": figures.decode_tokens_per_s,
+        "decode_source": figures.decode_source, "tokens_counted_by_server": bool(answers) and tokens is not None,
+        "server_timings_sample": next((sample for sample in samples if sample), None),
+        "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
+        "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(runs)],
+        "audit": arm_findings(run), "server": about["server"], "seed": about["request"].get("seed"),
+        "temperature": about["request"].get("temperature"), "stream": about["stream"], "warmup": about["warmup"],
+        "order": about["order"], "concurrency": about["concurrency"], "interrupted": run.interrupted,
+        "prompts_sha256": prompts_digest(about), "simulated": about["simulated"],
+        "host": about["host"], "tool_version": about["tool_version"], "recorded_at": about["recorded_at"],
+    }
+
+
+def prompts_digest(conditions: JSON) -> str:
+    """One hash over all prompts of a run, in their order."""
+    return hashlib.sha256("".join(prompt["sha256"] for prompt in conditions["prompts"]).encode()).hexdigest()[:16]
+
+
+def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON | None = None) -> JSON:
+    """Why it pays or not: tokens per target step L against the cost of a step X, alpha against the alpha needed.
+
+    X = speculative decode seconds per target step / baseline decode seconds per token, so L / X is the measured
+    decode ratio by construction; c = (X - 1) / drafts per target step.
+    """
+    result: JSON = {"applies": "no-acceptance", "alpha": None, "alpha_needed": None, "tokens_per_step": None,
+                    "step_cost": None, "draft_cost": None, "chain": None, "best_chain": None, "predicted": None, "fit": fit}
+    acceptance = drafts.acceptance
+    if acceptance is None or not drafts.seen:
+        return result
+    record = acceptance_record(acceptance, drafts.tokens, drafts.answers) or {}
+    targets = target_steps(acceptance, drafts.tokens, drafts.answers)
+    length, alpha = record["tokens_per_target_step"], record["alpha"]
+    same_clock = (baseline.decode_source or "")[:6] == (candidate.decode_source or "")[:6]
+    pace = ratio_of(baseline.decode_tokens_per_s, candidate.decode_tokens_per_s) if same_clock else None
+    cost = pace * length if pace is not None and length is not None else None
+    drafts_per_step = ratio_of(acceptance.drafted, targets)
+    chain = fixed_chain(acceptance, drafts.tokens, drafts.answers)
+    draft_cost = ratio_of(cost - 1, drafts_per_step) if cost is not None else None
+    result.update(alpha=alpha, tokens_per_step=length, step_cost=cost, draft_cost=draft_cost,
+                  chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or drafts_per_step)
+    if cost is None:
+        return result
+    if chain is None:
+        result["applies"], result["alpha_needed"] = ("any", 0.0) if cost <= 1 else ("varying-chain", None)
+        return result
+    result["applies"], result["alpha_needed"] = alpha_needed(chain, cost)
+    rates = record["per_position"] or ([alpha ** (i + 1) for i in range(chain)] if alpha is not None else None)
+    if rates and (fit or draft_cost is not None):
+        step_cost = (lambda k: fit["verification_cost"] + k * fit["draft_cost"]) if fit else (lambda k: 1 + k * draft_cost)
+        rates = (list(rates) + [0.0] * chain)[:chain]
+        result["predicted"] = predicted_by_chain(rates, step_cost, max(2 * chain, 2))
+        best = max(result["predicted"], key=lambda entry: entry["predicted_speedup"])
+        off = {"chain": 0, "predicted_speedup": 1.0, "extrapolated": False}
+        result["best_chain"] = best if best["predicted_speedup"] > 1 else off
+    return result
+
+
+def fit_of(explanations: Sequence[tuple[JSON, Drafts]]) -> JSON | None:
+    """Verification and draft cost apart, from candidates with fixed chains of different length."""
+    points = []
+    for told, drafts in explanations:
+        targets = target_steps(drafts.acceptance, drafts.tokens, drafts.answers) if drafts.acceptance else None
+        per_step = ratio_of(drafts.acceptance.drafted if drafts.acceptance else None, targets)
+        if told["step_cost"] is not None and told["applies"] != "varying-chain" and per_step is not None:
+            points.append((per_step, told["step_cost"]))
+    costs = fitted_costs(points)
+    return {"draft_cost": costs[1], "verification_cost": costs[0], "runs": len(points)} if costs else None
+
+
+def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_drafts: Drafts, drafts: Drafts,
+                  logs: Sequence[Sequence[float]]) -> list[JSON]:
+    """What must be known before the two arms are compared."""
+    found: list[JSON] = []
+    a, b = baseline.conditions, candidate.conditions
+    if a["shared_server"]:
+        found.append(finding("same-server", "both arms are the same server: this measures the noise, not speculation"))
+    elif base_drafts.seen:
+        found.append(finding("baseline-drafting", "the baseline server drafts too, so this is no comparison with plain decoding"))
+    if drafts.seen is False and not a["shared_server"]:
+        found.append(finding("not-drafting", "speculation did not run: no draft was seen on the speculative server, so its "
+                             "speed says nothing about speculation"))
+    cached = [sum(r.answer.cached_tokens or 0 for r in run.completed() if r.answer and r.pair in usable_pairs(runs))
+              for run in (baseline, candidate)]
+    prompt = sum(r.answer.prompt_tokens or 0 for r in baseline.completed() if r.answer)
+    if abs(cached[0] - cached[1]) > max(0.01 * prompt, 1) and not a["shared_server"]:
+        found.append(finding("cache-differs", f"prompt tokens from the cache: baseline {cached[0]}, {candidate.arm} {cached[1]}; "
+                             "compare with the cache off or equally warm", baseline=cached[0], speculative=cached[1]))
+    for name, words, mine, theirs in (
+        ("model-differs", "model", a["model"], b["model"]),
+        ("context-differs", "context length", a["server"].get("context"), b["server"].get("context")),
+        ("quantization-differs", "quantization", a["server"].get("quantization"), b["server"].get("quantization")),
+        ("build-differs", "build", f"{a['engine']} {a['engine_version']}", f"{b['engine']} {b['engine_version']}"),
+    ):
+        if mine != theirs and mine is not None and theirs is not None:
+            found.append(finding(name, f"{words}: baseline {mine}, {candidate.arm} {theirs}", baseline=mine, speculative=theirs))
+    units = "pairs of blocks" if a["concurrency"] > 1 else "prompts"
+    if len(logs) < 2:
+        found.append(finding("few-prompts", f"no interval: it takes at least two {units} measured on both servers", prompts=len(logs)))
+    elif len(logs) < FEW_PROMPTS:
+        found.append(finding("few-prompts", f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow when "
+                             "they are of mixed kinds", prompts=len(logs)))
+    if stalls := stall_count(logs):
+        found.append(finding("stalls", f"{stalls} repeats lie far from their prompt's median (kept in the figures)", count=stalls))
+    if baseline.interrupted or candidate.interrupted:
+        found.append(finding("interrupted", "the measurement was interrupted; this is what was finished"))
+    return found
+
+
+def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label: str, min_gain: float, triage: JSON,
+                      fit: JSON | None = None, forced: Sequence[str] = ()) -> JSON:
+    """What the lab notebook keeps of one candidate against the baseline."""
+    base_drafts, drafts = drafts_of(baseline), drafts_of(candidate)
+    logs, mine, theirs = log_ratios(baseline, candidate, runs, None), figures_of(baseline, runs), figures_of(candidate, runs)
+    speed, decode = over_prompts(logs), over_prompts(log_ratios(baseline, candidate, runs, None, decode=True))
+    here = over_repeats(logs)
+    about, base_about = candidate.conditions, baseline.conditions
+    audit = pair_findings(baseline, candidate, runs, base_drafts, drafts, logs)
+    if forced:
+        audit.append(finding("conditions-differ", f"compared by --force although these differ: {', '.join(forced)}", fields=list(forced)))
+    idle = any(entry["finding"] == "not-drafting" for entry in audit)
+    texts = compare_texts(baseline, candidate, triage)
+
+    def one(workload: str) -> JSON:
+        part, some = log_ratios(baseline, candidate, runs, workload), drafts_of(candidate, workload)
+        own, words = over_prompts(part), compare_texts(baseline, candidate, triage, workload)
+        no_draft = idle or (some.seen is False and not base_about["shared_server"])
+        return {
+            "workload": workload, "prompts": len(part),
+            "baseline_tokens_per_s": figures_of(baseline, runs, workload).tokens_per_s,
+            "speculative_tokens_per_s": figures_of(candidate, runs, workload).tokens_per_s,
+            "speedup": own.to_json() if own else None, "verdict": None if no_draft else verdict_of(own, min_gain),
+            "acceptance": some.record(), "text_comparison": {k: v for k, v in words.items() if k != "divergences"},
+        }
+
+    record = {
+        "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "kind": "comparison",
+        "label": f"{label}/comparison" if candidate.arm == "speculative" else f"{label}/{candidate.arm}/comparison",
+        "engine": about["engine"], "engine_version": about["engine_version"], "model": about["model"],
+        "baseline_tokens_per_s": mine.tokens_per_s, "speculative_tokens_per_s": theirs.tokens_per_s,
+        "speedup": speed.to_json() if speed else None, "speedup_these_prompts": here.to_json() if here else None,
+        "decode_speedup": decode.to_json() if decode else None, "min_gain": min_gain,
+        "verdict": None if idle else verdict_of(speed, min_gain),
+        "more_prompts": None if idle or verdict_of(speed, min_gain) != "undecided" else more_prompts(logs, min_gain),
+        "workloads": [one(workload) for workload in workloads_of(runs)],
+        "break_even": explanation(mine, theirs, drafts, fit),
+        "text_comparison": {**texts, "divergences": texts["divergences"][:LISTED_DIVERGENCES]},
+        "audit": audit, "max_tokens": about["request"].get("max_tokens"), "repeats": about["repeats"],
+        "prompt_count": len(about["prompts"]), "prompts_sha256": prompts_digest(about),
+        "concurrency": about["concurrency"], "interrupted": baseline.interrupted or candidate.interrupted,
+        "simulated": about["simulated"], "recorded_at": about["recorded_at"],
+    }
+    for name in ("engine", "model"):
+        if base_about[name] != about[name]:
+            record["baseline_" + name] = base_about[name]
+    return record
+
+
+@dataclass(frozen=True)
+class Result:
+    """One concurrency level: a record for each arm and a comparison for each candidate, ready to print and append."""
+
+    endpoints: list[JSON]
+    comparisons: list[JSON]
+
+    def records(self) -> list[JSON]:
+        """All records in the order of the notebook."""
+        return self.endpoints + self.comparisons
+
+
+def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str, JSON], forced: Sequence[str] = ()) -> Result:
+    """Everything that is said about the arms of one level; the first run is the baseline if it is so named."""
+    endpoints = [endpoint_record(run, runs, label) for run in runs]
+    if runs[0].arm != "baseline" or not all(run.completed() for run in runs):
+        # comparisons need both sides: arms that brought something are compared, the others stay as records
+        alive = [run for run in runs if run.completed()]
+        if runs[0].arm != "baseline" or len(alive) < 2 or alive[0].arm != "baseline":
+            return Result([endpoint_record(run, [run], label) for run in runs if run.readings] or endpoints, [])
+        dead = [endpoint_record(run, [run], label) for run in runs if not run.completed()]
+        result = result_of(alive, label, min_gain, triage, forced)
+        return Result(result.endpoints + dead, result.comparisons)
+    baseline, candidates = runs[0], runs[1:]
+    told = [(explanation(figures_of(baseline, runs), figures_of(run, runs), drafts_of(run)), drafts_of(run)) for run in candidates]
+    fit = fit_of(told)
+    comparisons = [
+        comparison_record(baseline, run, runs, label, min_gain, triage.get(run.arm, {}), fit, forced) for run in candidates
+    ]
+    return Result(endpoints, comparisons)
+
+
+# ---- lab notebook and run files ---------------------------------------------------------------------------
+
+
+def json_line(value: JSON) -> bytes:
+    """One line of JSON in ASCII; ValueError rather than NaN or infinity."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
+
+
+@contextlib.contextmanager
+def locked(file: BinaryIO) -> Iterator[None]:
+    """Hold the file against other processes that append to it."""
+    if os.name == "nt":
+        import msvcrt
+
+        file.seek(0)
+        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        try:
+            yield
+        finally:
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file releases it
+
+
+def append_records(path: str, records: Sequence[JSON]) -> None:
+    """Append whole lines in one write; an unfinished last line is ended first.  OSError where that fails.
+
+    Bytes that are in the file stay as they are; a write that fails half-way is taken back.
+    """
+    data = b"".join(json_line(record) for record in records)
+    with open(path, "a+b", buffering=0) as file, locked(file):
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                data = b"\n" + data
+        file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(data)
+        except OSError:
+            file.truncate(end)
+            raise
+        if written != len(data):
+            file.truncate(end)
+            raise OSError(28, "no space left on device")
+
+
+def check_appendable(path: str) -> None:
+    """UsageError, before any work is done, if the lab notebook cannot be written."""
+    existed = os.path.exists(path)
+    try:
+        with open(path, "ab"):
+            pass
+        if not existed:
+            os.remove(path)
+    except OSError as error:
+        raise UsageError(f"cannot write the lab notebook {path}: {error.strerror}; another path: --labbook FILE") from None
+
+
+def read_json_lines(path: str, warn: Callable[[str], None]) -> list[JSON]:
+    """The JSON objects among the lines of a file; prose is skipped, a damaged line named in a warning."""
+    try:
+        with open(path, "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.lstrip().startswith(b"{"):
+            continue
+        try:
+            records.append(as_dict(loads(line.decode("utf-8", "replace"))))
+        except ValueError:
+            warn(f"{path}:{number}: damaged line skipped ({len(line)} bytes)")
+    return records
+
+
+def reading_to_json(reading: Reading) -> JSON:
+    """A line of the run file: the reading and its answer in one flat object."""
+    flat = {name: getattr(reading, name) for name in ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")}
+    answer = asdict(reading.answer) if reading.answer else {}
+    timings = as_dict(answer.get("statistics")).get("timings")
+    return {"kind": "reading", **flat, **answer, "timings": timings, "waited_s": reading.waited_s, "error": reading.error}
+
+
+def reading_from_json(line: JSON) -> Reading:
+    """The reading of such a line.  KeyError or TypeError for other lines."""
+    answer = None
+    if line["error"] is None:
+        answer = Answer(**{name: line[name] for name in Answer.__dataclass_fields__})
+    return Reading(line["arm"], line["prompt_index"], line["prompt_id"], line["workload"], line["repeat"], line["place"],
+                   answer, line["error"], line["waited_s"])
+
+
+def counted_to_json(counted: Counted) -> JSON:
+    """A line of the run file with a server's counters before and after one block."""
+    return {"kind": "counted", **{name: getattr(counted, name) for name in Counted.__dataclass_fields__},
+            "before": _snapshot_to_json(counted.before), "after": _snapshot_to_json(counted.after)}
+
+
+def _snapshot_to_json(snapshot: Snapshot) -> JSON:
+    return {name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__}
+
+
+def _snapshot_from_json(value: JSON) -> Snapshot:
+    rows = value["samples"]
+    samples = None if rows is None else tuple(
+        Sample(name, tuple((k, v) for k, v in labels), number, kind, series) for name, labels, number, kind, series in rows
+    )
+    return Snapshot(samples, value["unavailable"], value["process"])
+
+
+def read_runs(path: str, warn: Callable[[str], None]) -> tuple[list[Run], dict[str, JSON]]:
+    """The runs of a file in the order measured, and the triage findings by arm.  UsageError if it is no run file."""
+    runs: dict[tuple[str, int], Run] = {}
+    level: dict[str, tuple[str, int]] = {}
+    triage: dict[str, JSON] = {}
+    for number, line in enumerate(read_json_lines(path, warn), 1):
+        try:
+            kind, arm = line["kind"], line["arm"]
+            if kind == "run":
+                level[arm] = (arm, line["concurrency"])
+                # a run that was cut off has no closing line
+                runs[level[arm]] = Run(arm, {k: v for k, v in line.items() if k != "kind"}, (), (), True)
+            elif kind == "reading":
+                run = runs[level[arm]]
+                runs[level[arm]] = replace(run, readings=(*run.readings, reading_from_json(line)))
+            elif kind == "counted":
+                run = runs[level[arm]]
+                fields = {name: line[name] for name in Counted.__dataclass_fields__ if name not in ("before", "after")}
+                block = Counted(before=_snapshot_from_json(line["before"]), after=_snapshot_from_json(line["after"]), **fields)
+                runs[level[arm]] = replace(run, counted=(*run.counted, block))
+            elif kind == "end":
+                runs[level[arm]] = replace(runs[level[arm]], interrupted=line["interrupted"])
+            elif kind == "triage":
+                triage.setdefault(arm, {})[str(line["prompt_index"])] = line["triage"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"{path}: object {number} is no line of a run file ({error!r}); give a file of --save-run") from None
+    if not runs:
+        raise UsageError(f"{path} holds no run; give a file of --save-run")
+    return list(runs.values()), triage
+
+
+def differing_conditions(baseline: Run, candidate: Run) -> list[str]:
+    """Names of the conditions that must be equal for two runs to be compared, and are not."""
+    a, b = baseline.conditions, candidate.conditions
+    fields = ["temperature", "seed", "max_tokens"]
+    differ = [name for name in fields if a["request"].get(name) != b["request"].get(name)]
+    if [p["sha256"] for p in a["prompts"]] != [p["sha256"] for p in b["prompts"]]:
+        differ.append("prompts")
+    rest = [{k: v for k, v in side["request"].items() if k not in fields} for side in (a, b)]
+    if rest[0] != rest[1]:
+        differ.append("request extras")
+    return differ + [name for name in ("concurrency", "stream") if a[name] != b[name]]
+
+
+# ---- report -----------------------------------------------------------------------------------------------
+
+VERDICT_WORDS = {"pays": "PAYS", "does-not-pay": "DOES NOT PAY", "undecided": "UNDECIDED", None: "DID NOT RUN"}
+WORKLOAD_COLUMNS = ("Workload", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Verdict",
+                    "Acceptance", "Completions identical")
+
+
+def printable(text: str) -> str:
+    """ASCII for any console or cron mail; other characters and control characters as backslash escapes."""
+    plain = text.encode("ascii", "backslashreplace").decode("ascii")
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", lambda match: f"\\x{ord(match.group()):02x}", plain)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure for people; a dash where it is unknown."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def interval_of(estimated: JSON | None) -> str:
+    """"1.71 to 1.98", or a dash where there is no interval."""
+    if not estimated or estimated["low"] is None:
+        return "-"
+    return f"{estimated['low']:.2f} to {estimated['high']:.2f}"
+
+
+def speed_words(estimated: JSON | None) -> str:
+    """"1.84x (1.71 to 1.98)"."""
+    if not estimated:
+        return "ratio unknown"
+    return f"{estimated['ratio']:.2f}x" + (f" ({interval_of(estimated)})" if estimated["low"] is not None else "")
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """Columns as wide as their cells; the first `words` columns left, the rest right-aligned, headings folded."""
+    heads = [name.split(" ") if max((len(row[i]) for row in rows), default=0) < len(name) else [name]
+             for i, name in enumerate(header)]
+    depth = max(map(len, heads))
+    lines = [[head[i - depth + len(head)] if i >= depth - len(head) else "" for head in heads] for i in range(depth)]
+    lines += [list(map(printable, row)) for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    lines.insert(depth, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))).rstrip()
+        for line in lines
+    )
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same table as Markdown."""
+    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [list(header), rule, *body])
+
+
+def workload_rows(record: JSON) -> list[list[str]]:
+    """A row for each kind of work and, where there are several, one for all."""
+    parts = list(record["workloads"])
+    if len(parts) != 1:
+        parts.append({**record, "workload": "all", "acceptance": record.get("acceptance")})
+    rows = []
+    for part in parts:
+        texts, acceptance = part["text_comparison"], part["acceptance"] or {}
+        rows.append([
+            part["workload"], number(part["baseline_tokens_per_s"]), number(part["speculative_tokens_per_s"]),
+            number((part["speedup"] or {}).get("ratio")), interval_of(part["speedup"]),
+            VERDICT_WORDS[part["verdict"]].lower(), number(acceptance.get("rate")),
+            f"{texts['identical']} of {texts['compared']}",
+        ])
+    return rows
+
+
+def endpoint_lines(records: Sequence[JSON]) -> list[str]:
+    """Who was measured, and how much of it came back."""
+    rows = [[
+        record["label"].rsplit("/", 1)[-1], record["base_url"], f"{record['engine']} {record['engine_version']}".replace(" unknown", ""),
+        f"{record['completed']} of {record['requests']}", number(record["output_tokens_per_s"]), number(record["decode_tokens_per_s"]),
+        number(((record["ttft_s"] or {}).get("p50") or 0) * 1000, 0) if record["ttft_s"] else "-",
+    ] for record in records]
+    return [text_table(("Server", "URL", "Engine", "Completed", "Tokens/s", "Decode tokens/s", "First token ms"), rows, 3)]
+
+
+def explanation_lines(record: JSON) -> list[str]:
+    """Why it pays or not, in the terms of the field and in plain words."""
+    why, acceptance = record["break_even"], record.get("acceptance") or {}
+    length, cost, chain = why["tokens_per_step"], why["step_cost"], why["chain"]
+    if why["applies"] == "no-acceptance" and length is None:
+        return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
+    lines = [f"Why: {number(length)} tokens per target step"]
+    if cost is None:
+        return [lines[0] + "; the cost of a step is unknown (both servers' decode times are needed, from the same kind of clock)."]
+    lines[0] += f", and a step costs {cost:.2f} target steps: it takes more tokens per step than that to pay."
+    rate = f"accepted/drafted {number(acceptance.get('rate'))} is another figure, not alpha"
+    if why["applies"] == "alpha":
+        lines.append(f"     alpha {number(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} and this cost ({rate}).")
+    elif why["applies"] == "any":
+        lines.append("     A step costs no more than a plain one: any acceptance pays (check the timing if that surprises you).")
+    elif why["applies"] == "cannot-pay":
+        lines.append(f"     That is more than the {chain + 1} tokens a step can bring at chain length {chain}: it cannot pay at any acceptance.")
+    elif why["applies"] == "varying-chain":
+        lines.append(f"     Drafts vary in length (mean {number(chain)}), so the formula for a fixed chain is not applicable; {rate}.")
+    if acceptance.get("accepted") == 0 and acceptance.get("drafted"):
+        lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and target share a tokenizer.")
+    if why["fit"]:
+        lines.append(f"     Fitted over {why['fit']['runs']} chain lengths: verifying costs {why['fit']['verification_cost']:.2f} target steps, "
+                     f"each drafted token {why['fit']['draft_cost']:.3f}; the advice below rests on this fit.")
+    elif why["draft_cost"] is not None:
+        lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; with one chain length measured, the growth of the "
+                     "verification cost is inside that.")
+    if why["predicted"]:
+        told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x" + ("*" if p["extrapolated"] else "") for p in why["predicted"][:12])
+        best = why["best_chain"]
+        lines.append(f"     Predicted by chain length: {told} (* extrapolated).")
+        lines.append("     Best chain length: " + (
+            f"{best['chain']} ({best['predicted_speedup']:.2f}x{', extrapolated' if best['extrapolated'] else ''})." if best["chain"]
+            else "none; no draft is faster than any that was predicted."))
+    return lines
+
+
+def position_lines(acceptance: JSON | None) -> list[str]:
+    """A bar for each draft position with its share of steps accepted, and the share given the one before."""
+    rates = (acceptance or {}).get("per_position")
+    if not rates:
+        return []
+    lines = ["Accepted by draft position (share of all steps, and given the position before):"]
+    shown = [i for i, rate in enumerate(rates) if sum(rates[i:]) >= 0.05 or i == 0][-1] + 1
+    for i, rate in enumerate(rates[: shown + 1][:20]):
+        before = rates[i - 1] if i else 1.0
+        lines.append(f"  {i + 1:>3}  {rate:.3f}  {number(ratio_of(rate, before), 3):>5}  {'#' * round(40 * min(rate, 1.0))}")
+    if shown < len(rates):
+        lines.append(f"  Position {shown + 1} onward adds {sum(rates[shown:]):.2f} tokens per step.")
+    return lines
+
+
+def text_lines(record: JSON) -> list[str]:
+    """What became of the text: each server against itself, then against each other, then the differences."""
+    texts, name = record["text_comparison"], candidate_name(record)
+    lines = []
+    for words, own in (("baseline against itself", texts["baseline_self"]), (f"{name} against itself", texts["speculative_self"])):
+        if own["compared"]:
+            warm = f" (warm repeats: {own['warm_identical']} of {own['warm_compared']})" if own["warm_compared"] else ""
+            lines.append(f"Text: {words}: {own['identical']} of {own['compared']} repeats identical{warm}.")
+    lines.append(f"Text: baseline against {name}: {texts['identical']} of {texts['compared']} identical"
+                 + "".join(f", {texts[key]} {words}" for key, words in (("empty", "both empty (no evidence)"), ("failed", "not comparable")) if texts[key])
+                 + ".")
+    if texts["divergent"] and not texts["baseline_self"]["compared"]:
+        lines.append("Text: the baseline was not compared with itself; with --repeats 2 it would show whether it is stable.")
+    elif texts["unstable"]:
+        lines.append(f"Text: on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so speculation is not the suspect there.")
+    if texts["divergent"]:
+        lines.append("Text: numerics (another batch shape), a cache in another state, or a fault can do this; one pair alone cannot tell which.")
+    for found in texts["divergences"][:5]:
+        lines += divergence_lines(found)
+    if texts["divergent"] > 5:
+        lines.append(f"  ... and {texts['divergent'] - 5} more; the record lists up to {LISTED_DIVERGENCES}, --divergence-report writes them out.")
+    return lines
+
+
+def divergence_lines(found: JSON) -> list[str]:
+    """One difference: where, of what class, both tails, and what the log probabilities say."""
+    triage = found["triage"] or {}
+    gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats" if triage.get("gap_nats") is not None else triage.get("reason")
+    lines = [
+        f"  {found['prompt_id']} repeat {found['repeat']} ({found['where']}): {found['class']} at byte {found['first_difference_at_byte']}, "
+        f"character {found['first_difference_at_char']}, line {found['line']} column {found['column']}"
+        + (f"; {triage['finding']} ({gap})" if triage else ""),
+        f"    baseline:    {json.dumps(found['baseline_tail'])} ({found['baseline_finish_reason']}, {found['baseline_tokens']} tokens)",
+        f"    speculative: {json.dumps(found['speculative_tail'])} ({found['speculative_finish_reason']}, {found['speculative_tokens']} tokens)",
+    ]
+    if found["count_suspicious"]:
+        lines.append("    One text ends early under an equal token count: tokens were counted that did not arrive, so a speed is too high.")
+    return lines
+
+
+def audit_lines(records: Sequence[JSON]) -> list[str]:
+    """The audit in plain words, each finding once, with the arm that it is about."""
+    lines: dict[str, None] = {}
+    for record in records:
+        arm = record["label"].rsplit("/", 1)[-1] + ": " if record["kind"] == "endpoint" else ""
+        for found in record["audit"]:
+            lines[f"Note: {arm}{found['detail']} [{found['finding']}]"] = None
+    return list(lines)
+
+
+def candidate_name(record: JSON) -> str:
+    """The name of the candidate that a comparison record is about."""
+    parts = record["label"].split("/")
+    return parts[-2] if record["label"].count("/") > 1 and parts[-1] == "comparison" else "speculative"
+
+
+def sentence(record: JSON) -> str:
+    """One sentence to quote.  Kinds of work whose verdicts differ are named one by one: a mean would hide a loser."""
+    texts = record["text_comparison"]
+    changed = f"; BUT the text changed in {texts['divergent']} of {texts['compared']}" if texts["divergent"] else ""
+    if record["verdict"] is None:
+        return "DID NOT RUN: no draft was seen, so nothing can be said about speculation" + changed + "."
+    parts = record["workloads"]
+    if len({part["verdict"] for part in parts}) > 1:
+        named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}: {speed_words(part['speedup'])}" for part in parts)
+        return f"{named}; over all {speed_words(record['speedup'])}{changed}."
+    where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
+    at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
+    size = f", {record['prompt_count']} prompts x {record['repeats']}"
+    return f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed_words(record['speedup'])}{size}{changed}."
+
+
+def comparison_lines(record: JSON) -> list[str]:
+    """The whole report on one candidate."""
+    lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)), ""]
+    if record["concurrency"] == 1 or record["break_even"]["tokens_per_step"] is not None:
+        lines += explanation_lines(record) + position_lines(record.get("acceptance"))
+    lines += text_lines(record)
+    if record["speedup_these_prompts"] and record["speedup_these_prompts"]["low"] is not None:
+        lines.append(f"On exactly these {record['speedup_these_prompts']['prompts']} prompts: {speed_words(record['speedup_these_prompts'])}.")
+    if record["decode_speedup"]:
+        lines.append(f"Decoding alone: {speed_words(record['decode_speedup'])}.")
+    if record["more_prompts"]:
+        lines.append(f"About {record['more_prompts']} more prompts might settle it; more repeats would not.")
+    return lines
+
+
+def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
+    """Several candidates by speed, and which differences to the first are real."""
+    ranked = sorted(comparisons, key=lambda r: -((r["speedup"] or {}).get("ratio") or 0.0))
+    rows = []
+    for record in ranked:
+        behind = record.get("against_best")
+        real = "" if not behind else "too few prompts to tell" if behind["low"] is None else (
+            "real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
+        rows.append([candidate_name(record), number((record["speedup"] or {}).get("ratio")), interval_of(record["speedup"]),
+                     VERDICT_WORDS[record["verdict"]].lower(), speed_words(behind) if behind else "first", real])
+    return ["", text_table(("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"), rows)]
+
+
+def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
+    """How the gain changes under load, and between which levels it is lost."""
+    rows, crossed = [], None
+    for before, record in zip([None, *comparisons], comparisons):
+        ratio = (record["speedup"] or {}).get("ratio")
+        texts = record["text_comparison"]
+        rows.append([str(record["concurrency"]), number(record["baseline_tokens_per_s"]), number(record["speculative_tokens_per_s"]),
+                     number(ratio), interval_of(record["speedup"]), number((record.get("acceptance") or {}).get("rate")),
+                     number(record["latency_p50_s"]["baseline"]), number(record["latency_p50_s"]["speculative"]),
+                     f"{texts['identical']} of {texts['compared']}"])
+        earlier = ((before or {}).get("speedup") or {}).get("ratio")
+        if crossed is None and ratio is not None and ratio < 1 and (before is None or (earlier or 0) >= 1):
+            crossed = (before["concurrency"] if before else None, record["concurrency"])
+    header = ("At a time", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Acceptance",
+              "Baseline latency", "Draft latency", "Identical")
+    if crossed is None:
+        last = "Crossover: within these levels the ratio does not fall below 1."
+    elif crossed[0] is None:
+        last = f"Crossover: the ratio is below 1 already at {crossed[1]} at a time."
+    else:
+        last = f"Crossover: the ratio falls below 1 between {crossed[0]} and {crossed[1]} requests at a time."
+    lines = ["", text_table(header, rows), last + " Decide by the level your server usually runs at."]
+    if any(record["text_comparison"]["divergent"] for record in comparisons if record["concurrency"] > 1):
+        lines.append("Texts under load may differ because the batch is composed differently; that is not speculation's doing alone.")
+    return lines
+
+
+def result_lines(result: Result) -> list[str]:
+    """The terminal report of one level, the sentence to quote last."""
+    lines = endpoint_lines(result.endpoints)
+    for record in result.comparisons:
+        if len(result.comparisons) > 1:
+            lines += ["", f"== {candidate_name(record)} =="]
+        lines += comparison_lines(record)
+    if len(result.comparisons) > 1:
+        lines += ranking_lines(result.comparisons)
+    if not result.comparisons:
+        for record in result.endpoints:
+            lines += position_lines(record["acceptance"])
+            if record["acceptance"]:
+                told = record["acceptance"]
+                lines.append(f"Acceptance: {number(told['rate'])} of the drafted tokens, alpha {number(told['alpha'])}, "
+                             f"{number(told['tokens_per_target_step'])} tokens per target step. Without a baseline the speed-up is unknown.")
+            if record["first_error"]:
+                lines.append(f"{record['failed']} of {record['requests']} requests failed; the first: {record['first_error']}")
+    else:
+        lines += [f"{r['failed']} of {r['requests']} requests failed; the first: {r['first_error']}" for r in result.endpoints if r["failed"]]
+    lines += memory_lines(result.endpoints) + audit_lines(result.records()) + [""]
+    lines += [(f"{candidate_name(r)}: " if len(result.comparisons) > 1 else "") + sentence(r) for r in result.comparisons]
+    return lines
+
+
+def memory_lines(endpoints: Sequence[JSON]) -> list[str]:
+    """Cache and memory of the servers, where they tell: a draft is bought with cache."""
+    told = []
+    for record in endpoints:
+        cache, resident = record["server"].get("cache_tokens"), record["server"].get("resident_bytes")
+        words = [f"cache for {cache} tokens"] if cache else []
+        words += [f"{resident / 2**20:.0f} MiB resident"] if resident else []
+        if words:
+            told.append(f"{record['label'].rsplit('/', 1)[-1]} {', '.join(words)}")
+    return [f"Memory: {'; '.join(told)}."] if told else []
+
+
+def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> str:
+    """A bug report to paste: what was run, on what, where the texts part, and what the baseline thought there."""
+    lines = ["# Greedy text that changes with speculative decoding", ""]
+    for record in result.endpoints:
+        lines.append(f"- {record['label'].rsplit('/', 1)[-1]}: {record['engine']} {record['engine_version']}, model `{record['model']}`, "
+                     f"POST /v1/chat/completions with temperature {record['temperature']}, seed {record['seed']}, max_tokens {record['max_tokens']}")
+    lines.append("- started with (fill in): baseline `...`, speculative `...`")
+    for record in result.comparisons:
+        texts, acceptance = record["text_comparison"], record.get("acceptance") or {}
+        lines += ["", f"## {candidate_name(record)}: {texts['divergent']} of {texts['compared']} pairs differ", "",
+                  f"Baseline against itself: {texts['baseline_self']['identical']} of {texts['baseline_self']['compared']} repeats identical. "
+                  f"Acceptance {number(acceptance.get('rate'))}."]
+        for found in texts["divergences"]:
+            lines += ["", f"Prompt {found['prompt_index']}, repeat {found['repeat']}:", "", "```text", *map(printable, divergence_lines(found))]
+            if found["triage"]:
+                lines.append(f"    baseline token {json.dumps(found['triage']['baseline_token'])}, other token "
+                             f"{json.dumps(found['triage']['speculative_token'])}")
+            lines.append("```")
+            if prompts:
+                lines += ["", "```json", json.dumps(list(prompts[found["prompt_index"]].messages)), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def changed_conditions(before: JSON, now: JSON) -> list[str]:
+    """What else changed between two records of a label, in words."""
+    names = (("engine_version", "version"), ("engine", "engine"), ("model", "model"), ("prompts_sha256", "prompts"),
+             ("max_tokens", "max_tokens"), ("concurrency", "concurrency"), ("repeats", "repeats"), ("context", "context length"))
+    changes = []
+    for key, words in names:
+        if before.get(key) != now.get(key):
+            shown = "" if key == "prompts_sha256" else f" {before.get(key)} -> {now.get(key)}"
+            changes.append(f"{words}{shown}")
+    return changes
+
+
+def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
+    """One line for each ratio or baseline speed whose interval lies wholly below that of the last comparable record."""
+    same = ("label", "model", "prompts_sha256", "max_tokens", "concurrency")
+    alarms = []
+    for record in now:
+        name, words = ("speedup", "speed-up") if record["kind"] == "comparison" else ("speed", "baseline tokens/s")
+        if record["kind"] == "endpoint" and not record["label"].endswith("/baseline"):
+            continue
+        past = [old for old in earlier if all(old.get(key) == record[key] for key in same) and old.get(name)]
+        if not past or not record[name]:
+            continue
+        before, after = past[-1][name], record[name]
+        if before["low"] is not None and after["high"] is not None and after["high"] < before["low"]:
+            changes = changed_conditions(past[-1], record)
+            alarms.append(f"REGRESSION {record['label']}: {words} fell from {before['ratio']:.2f} ({interval_of(before)}) to "
+                          f"{after['ratio']:.2f} ({interval_of(after)}) since {past[-1]['recorded_at']}; "
+                          f"{'also changed: ' + ', '.join(changes) if changes else 'nothing else known changed'}")
+    return alarms
+
+
+def history_rows(records: Sequence[JSON]) -> list[list[str]]:
+    """One row for each run of a label, the change to the run before marked: v lower, ^ higher, = within the interval."""
+    rows = []
+    for before, record in zip([None, *records], records):
+        mark, changes = "", []
+        old, new = (before or {}).get("speedup"), record["speedup"]
+        if before:
+            changes = changed_conditions(before, record)
+            mark = "?" if not old or not new or old["low"] is None or new["low"] is None else (
+                "v" if new["high"] < old["low"] else "^" if new["low"] > old["high"] else "=")
+        texts = record["text_comparison"]
+        rows.append([record["recorded_at"], mark, number((new or {}).get("ratio")), interval_of(new),
+                     number((record.get("acceptance") or {}).get("rate")), number(record["baseline_tokens_per_s"]),
+                     number(record["speculative_tokens_per_s"]), f"{texts['identical']} of {texts['compared']}",
+                     str(record["engine_version"]), "; ".join(changes)])
+    return rows
+
+
+def trend_marks(ratios: Sequence[float | None]) -> str:
+    """One character a run, low to high as `_.-=*#` between the lowest and highest ratio; ? where unknown."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    low, width = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    return "".join("?" if r is None else "_.-=*#"[round(5 * (r - low) / width) if width > 0.005 else 2] for r in ratios)
+
+
+HISTORY_COLUMNS = ("Recorded", "Change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s", "With draft tokens/s",
+                   "Identical", "Engine version", "Also changed")
+
+
+def markdown_report(records: Sequence[JSON]) -> str:
+    """The notebook as Markdown: for each label the latest tables, the crossover under load, and the history."""
+    groups: dict[str, list[JSON]] = {}
+    for record in records:
+        if record.get("kind") == "comparison":
+            groups.setdefault(record["label"], []).append(record)
+    lines = ["# Speculative decoding: what was measured", ""]
+    if not groups:
+        lines.append("No comparison is recorded.")
+    for label, group in groups.items():
+        latest = group[-1]
+        levels = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
+        lines += [f"## {label}", "", *map(printable, (sentence(r) for r in levels)), ""]
+        lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(latest)), ""]
+        lines += [printable(line.strip()) for line in explanation_lines(latest)] + [""]
+        if len(levels) > 1:
+            lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
+        lines += [f"History, `{trend_marks([(r['speedup'] or {}).get('ratio') for r in group])}` (lowest `_` to highest `#`):", ""]
+        lines += [printable(markdown_table(HISTORY_COLUMNS, history_rows(group))), ""]
+    singles = [r for r in records if r.get("kind") == "endpoint" and not any(r["run_id"] == c["run_id"] for g in groups.values() for c in g)]
+    if singles:
+        rows = [[r["label"], r["recorded_at"], number(r["output_tokens_per_s"]), f"{r['completed']} of {r['requests']}", r["engine_version"]]
+                for r in singles]
+        lines += ["## Measured alone", "", printable(markdown_table(("Label", "Recorded", "Tokens/s", "Completed", "Engine version"), rows)), ""]
+    return "\n".join(lines)
+
+
+def csv_report(records: Sequence[JSON]) -> str:
+    """The comparisons as comma-separated values, one row a record."""
+    import csv
+    import io
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("label", "recorded_at", "concurrency", "ratio", "low", "high", "verdict", "acceptance", "baseline_tokens_per_s",
+                     "speculative_tokens_per_s", "identical", "compared", "engine", "engine_version", "model"))
+    for r in records:
+        if r.get("kind") == "comparison":
+            speed, texts = r["speedup"] or {}, r["text_comparison"]
+            writer.writerow((r["label"], r["recorded_at"], r["concurrency"], speed.get("ratio"), speed.get("low"), speed.get("high"),
+                             r["verdict"], (r.get("acceptance") or {}).get("rate"), r["baseline_tokens_per_s"],
+                             r["speculative_tokens_per_s"], texts["identical"], texts["compared"], r["engine"], r["engine_version"], r["model"]))
+    return out.getvalue().rstrip("\n")
+
+
+# ---- reference engine -------------------------------------------------------------------------------------
+# Two servers with known truth: a small explicit model, a real greedy speculative loop, modelled time.
+
+_WORDS = tuple(" " + a + b for a in ("sa", "ten", "mo", "lir", "ka", "dov", "re", "pin") for b in ("ta", "rul", "ne", "gos", "mi", "bel", "fo", "han"))
+
+
+def coin(*parts: Any) -> float:
+    """A number in [0, 1) that depends on its arguments alone: the randomness of the reference model."""
+    digest = hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2.0**64
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One reference server; times in seconds.  `chain` 0 is plain decoding."""
+
+    alpha: float = 0.8
+    chain: int = 0
+    draft_cost: float = 0.1
+    step_s: float = 0.005
+    prefill_s: float = 0.02
+    seed: int = 0
+    planted: tuple[str, int] | None = None  # (word in the prompt, token index): this server's text differs by one byte there
+    planted_gap_nats: float = 0.1  # what the log probabilities say of the planted alternative
+    flip: float = 0.0  # share of tokens that come out otherwise at random
+    capacity: float | None = None  # tokens of a step that cost no more than one; beyond, a step's time grows with them
+
+    def target_token(self, prompt: str, n: int) -> str:
+        """The target's greedy choice for token n."""
+        return _WORDS[int(coin("target", self.seed, prompt, n) * len(_WORDS))]
+
+    def draft_token(self, prompt: str, n: int) -> str:
+        """The draft's choice: the target's with probability alpha, independently at each place."""
+        word = self.target_token(prompt, n)
+        return word if coin("draft", self.seed, prompt, n) < self.alpha else other_spelling(word)
+
+    def steps(self, prompt: str, length: int) -> Iterator[tuple[list[str], int, int]]:
+        """(tokens, drafted, accepted) of each step after the prefill, greedy speculative decoding for real."""
+        n = 1
+        while n < length:
+            drafts = [self.draft_token(prompt, n + i) for i in range(min(self.chain, length - n - 1))]
+            accepted = 0
+            while accepted < len(drafts) and drafts[accepted] == self.target_token(prompt, n + accepted):
+                accepted += 1
+            own = self.target_token(prompt, n + accepted)
+            yield [*drafts[:accepted], own], len(drafts), accepted
+            n += accepted + 1
+
+
+def other_spelling(word: str) -> str:
+    """A word of the same length that differs in its last byte."""
+    return word[:-1] + ("x" if word[-1] != "x" else "y")
+
+
+class _ReferenceState:
+    """What a reference server has done so far; its truth, and its metrics page."""
+
+    def __init__(self, config: Reference) -> None:
+        self.config, self.lock = config, threading.Lock()
+        self.active = self.served = 0
+        self.log: list[JSON] = []
+        self.positions = [0] * max(config.chain, 1)
+
+    def spoken(self, prompt: str, n: int, word: str) -> str:
+        """The token as this server says it: planted and random changes included."""
+        planted = self.config.planted
+        if planted and n == planted[1] and planted[0] in prompt and self.config.chain:
+            return other_spelling(word)
+        if self.config.flip and coin("flip", time.perf_counter_ns()) < self.config.flip:
+            return other_spelling(word)
+        return word
+
+    def metrics_page(self) -> str:
+        """Counters under vLLM's names."""
+        with self.lock:
+            sums = {name: sum(entry[name] for entry in self.log) for name in ("steps", "drafted", "accepted", "tokens")}
+            positions, active = list(self.positions), self.active
+        lines = ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running {active}",
+                 "# TYPE vllm:generation_tokens_total counter", f"vllm:generation_tokens_total {sums['tokens']}"]
+        if self.config.chain:
+            for name, key in (("drafts", "steps"), ("draft_tokens", "drafted"), ("accepted_tokens", "accepted")):
+                lines += [f"# TYPE vllm:spec_decode_num_{name}_total counter", f"vllm:spec_decode_num_{name}_total {sums[key]}"]
+            lines.append("# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter")
+            lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(positions)]
+        return "\n".join(lines) + "\n"
+
+
+def _generate(state: _ReferenceState, prompt: str, length: int, started: float, emit: Callable[[list[str]], None]) -> None:
+    """Produce `length` tokens at their modelled times; waits end at absolute deadlines, so errors do not add up."""
+    config, due = state.config, started + state.config.prefill_s
+    entry = {"prompt": prompt, "tokens": length, "steps": 0, "plain_steps": 0, "drafted": 0, "accepted": 0,
+             "positions": [0] * len(state.positions), "prefill_s": config.prefill_s, "decode_s": 0.0}
+    with state.lock:
+        state.active += 1
+    try:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        emit([state.spoken(prompt, 0, config.target_token(prompt, 0))])
+        n = 1
+        for tokens, drafted, accepted in config.steps(prompt, length):
+            with state.lock:
+                load = state.active * (drafted + 1) / config.capacity if config.capacity else 1.0
+            cost_s = config.step_s * (max(1.0, load) + drafted * config.draft_cost)
+            due += cost_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+            emit([state.spoken(prompt, n + i, token) for i, token in enumerate(tokens)])
+            n += len(tokens)
+            entry["decode_s"] += cost_s
+            entry["steps" if drafted else "plain_steps"] += 1
+            entry["drafted"] += drafted
+            entry["accepted"] += accepted
+            for i in range(accepted):
+                entry["positions"][i] += 1
+    finally:
+        with state.lock:
+            state.active -= 1
+            state.log.append(entry)
+            state.positions = [a + b for a, b in zip(state.positions, entry["positions"])]
+
+
+def serve_reference(config: Reference) -> int:
+    """Serve until standard input ends, which it does when the parent is gone, however it went."""
+    import http.server
+    import signal
+
+    state = _ReferenceState(config)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        """The HTTP of a real engine: models, metrics, streamed and plain completions; and the truth."""
+
+        disable_nagle_algorithm = True
+
+        def log_message(self, *args: Any) -> None:
+            """Say nothing."""
+
+        def reply(self, body: str, kind: str = "application/json") -> None:
+            """One whole answer."""
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body.encode())))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_GET(self) -> None:  # noqa: N802
+            """Models, metrics and truth."""
+            if self.path == "/v1/models":
+                self.reply(json.dumps({"object": "list", "data": [{"id": "reference", "owned_by": "reference"}]}))
+            elif self.path == "/metrics":
+                self.reply(state.metrics_page(), "text/plain; version=0.0.4")
+            elif self.path == "/truth":
+                with state.lock:
+                    self.reply(json.dumps(state.log))
+            else:
+                self.send_error(404)
+
+        def do_POST(self) -> None:  # noqa: N802
+            """One completion."""
+            started = time.perf_counter()
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            prompt, length = body["messages"][-1]["content"], body["max_tokens"]
+            said: list[str] = []
+            if not body.get("stream"):
+                _generate(state, prompt, length, started, said.extend)
+                self.reply(json.dumps(_plain_completion(config, said, length, bool(body.get("logprobs")))))
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+
+            def send(choices: list[JSON], **more: Any) -> None:
+                self.wfile.write(b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n")
+
+            def emit(tokens: list[str]) -> None:
+                said.extend(tokens)
+                end = "length" if len(said) == length else None
+                send([{"index": 0, "delta": {"content": "".join(tokens)}, "token_ids": [0] * len(tokens), "finish_reason": end}])
+
+            _generate(state, prompt, length, started, emit)
+            send([], usage={"prompt_tokens": len(prompt.split()), "completion_tokens": length})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it then closes our standard input
+    http.server.ThreadingHTTPServer.request_queue_size = 128
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdout.write(f"{server.server_address[1]}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    os._exit(0)  # requests in flight do not hold the process
+
+
+def _plain_completion(config: Reference, tokens: list[str], length: int, with_logprobs: bool) -> JSON:
+    """A plain answer, with log probabilities of each token and of its other spelling where asked for."""
+    choice: JSON = {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "".join(tokens)}}
+    if with_logprobs:
+        gap = config.planted_gap_nats
+
+        def one(token: str, logprob: float) -> JSON:
+            return {"token": token, "bytes": list(token.encode()), "logprob": logprob}
+
+        choice["logprobs"] = {"content": [
+            {**one(token, -0.1), "top_logprobs": [one(token, -0.1), one(other_spelling(token), -0.1 - gap)]} for token in tokens
+        ]}
+    return {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": length}}
+
+
+@contextlib.contextmanager
+def reference_server(config: Reference) -> Iterator[str]:
+    """The base URL of a reference server in a process of its own, which ends with this block whatever happens."""
+    command = [sys.executable, os.path.abspath(__file__), "reference-server", json.dumps(asdict(config))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    try:
+        port = process.stdout.readline().strip()
+        if not port:
+            raise MeasureError("the reference server did not start; run the command again, or from a folder this user may read")
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def cpu_share(seconds: float = 0.25) -> float:
+    """The share of a processor that this process gets when it asks for all of it: 1 on an idle machine."""
+    wall, used = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - wall < seconds:
+        pass
+    return (time.thread_time() - used) / (time.perf_counter() - wall)
+
+
+def reference_truth(log: Sequence[JSON]) -> JSON:
+    """True figures of one reference server from its own log: speeds in tokens/s, times in seconds, exact counts."""
+    total = {name: sum(entry[name] for entry in log) for name in ("tokens", "steps", "plain_steps", "drafted", "accepted")}
+    decode_s, prefill_s = math.fsum(e["decode_s"] for e in log), math.fsum(e["prefill_s"] for e in log)
+    targets = total["steps"] + total["plain_steps"]
+    return {
+        **total, "positions": [sum(column) for column in zip(*(e["positions"] for e in log))],
+        "tokens_per_s": total["tokens"] / (decode_s + prefill_s), "decode_tokens_per_s": (total["tokens"] - len(log)) / decode_s,
+        "tokens_per_step": (total["tokens"] - len(log)) / targets, "step_s": decode_s / targets, "ttft_s": prefill_s / len(log),
+        "request_s": {e["prompt"]: e["decode_s"] + e["prefill_s"] for e in log},
+    }
+
+
+# ---- command line -----------------------------------------------------------------------------------------
+
+EPILOG = """\
+examples:
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url http://127.0.0.1:8081/v1
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --prompts prompts/ --repeats 3 --label night
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url k2=http://127.0.0.1:8081/v1 \\
+      --speculative-url k4=http://127.0.0.1:8082/v1 --save-run tonight.jsonl
+
+other commands (each has its own --help):
+  compare      the same comparison from saved runs, for machines that hold one server at a time
+  report       tables and history from the lab notebook
+  break-even   the arithmetic alone: which acceptance a draft needs, and the best chain length
+  calibrate    no server needed: measures two servers of known truth and prints the errors
+
+exit codes:
+  0 measured, whatever the verdict     1 could not measure     2 wrong command, input or server
+  3 a --fail-on condition holds        130 interrupted (what was finished is reported and recorded)
+"""
+FAIL_ON = ("slower", "changed-text", "regression")
+OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt-llm", "lmdeploy": "lmdeploy",
+          "tabbyAPI": "tabbyapi", "organization_owner": "lm-studio", "library": "ollama", "koboldcpp": "koboldcpp"}
+# Where each engine tells its version; GET, without side effects.  Asked in this order where the engine is not known.
+VERSIONS = (("llama.cpp", "/props", "build_info"), ("sglang", "/server_info", "version"), ("vllm", "/version", "version"),
+            ("tensorrt-llm", "/version", "version"), ("koboldcpp", "/api/extra/version", "version"),
+            ("ollama", "/api/version", "version"), ("tgi", "/info", "version"))
+# Request fields with which an engine tells more; only after it was detected, since others refuse unknown fields.
+ENGINE_EXTRAS: dict[str, JSON] = {"sglang": {"return_spec_tokens_details": True}, "vllm": {"return_token_ids": True}}
+
+
+def _parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    name = "measure_speculative.py" + ("" if command == "measure" else " " + command)
+    parser = argparse.ArgumentParser(name, description=description, epilog=epilog, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"measure_speculative {__version__}")
+    return parser
+
+
+def _whole(low: int, high: int = 1_000_000) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _real(low: float, high: float, open_low: bool = False) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (open_low and value == low):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_low else 'from'} {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def _listed(each: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [each(part.strip()) for part in text.split(",")]
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _json_object(text: str) -> JSON:
+    try:
+        value = loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object, like '{\"ignore_eos\": true}'")
+    return value
+
+
+def _add_results(group: Any) -> None:
+    """Flags that `measure` and `compare` share."""
+    group.add_argument("--label", default="speculative-run", help="name of this experiment in the notebook (default %(default)s)")
+    group.add_argument("--labbook", default="labbook.md", metavar="FILE", help="notebook to append to (default %(default)s)")
+    group.add_argument("--min-gain", type=_real(-0.99, 100), default=0.0, metavar="G",
+                       help="call it paying only above 1+G, as 0.05 for 5%% (default 0)")
+    group.add_argument("--fail-on", type=_listed(_one_of(FAIL_ON)), default=[], metavar="WHAT",
+                       help="exit with 3 on any of slower, changed-text, regression (comma list)")
+    group.add_argument("--quiet", action="store_true", help="print nothing but errors and --fail-on alarms")
+    group.add_argument("--divergence-report", metavar="FILE", help="write a bug report on changed text, in Markdown")
+
+
+def measure_parser() -> argparse.ArgumentParser:
+    """The flags of `measure`, in the order of a user's questions."""
+    parser = _parser("measure", "Does speculative decoding pay, for this model, on this machine, for this work?", EPILOG)
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("--baseline-url", metavar="URL", help="server without speculation, as http://127.0.0.1:8080/v1")
+    what.add_argument("--speculative-url", action="append", default=[], metavar="[NAME=]URL",
+                      help="server with speculation; may be repeated, to rank several settings")
+    what.add_argument("--model", help="model name (default: the one that the server lists)")
+    what.add_argument("--speculative-model", metavar="MODEL", help="its name on the speculative server, where it differs")
+    what.add_argument("--prompt-set", choices=("builtin", "file"), help="built-in prompts or --prompts (default builtin)")
+    what.add_argument("--prompts", action="append", default=[], metavar="PATH",
+                      help="text, .jsonl or .json file, or a folder of them; may be repeated")
+    what.add_argument("--max-tokens", type=_whole(1), default=192, metavar="N", help="answer length (default %(default)s)")
+    how = parser.add_argument_group("how carefully")
+    how.add_argument("--repeats", type=_whole(1), default=1, metavar="N",
+                     help="measure each prompt N times; more prompts say more than more repeats (default 1)")
+    how.add_argument("--warmup", type=_whole(0), default=1, metavar="N", help="discarded requests for each server (default 1)")
+    how.add_argument("--order", choices=("paired", "sequential"), default="paired",
+                     help="paired cancels drift; sequential finishes one server first (default paired)")
+    how.add_argument("--concurrency", type=_listed(_whole(1, 4096)), default=[1], metavar="LEVELS",
+                     help="requests at a time, as 1,4,10 (default 1)")
+    how.add_argument("--seed", type=int, default=0, help="sent with every request (default 0)")
+    how.add_argument("--timeout", type=_real(0, 86400, True), default=300.0, metavar="S", help="limit for one whole request (default 300 s)")
+    how.add_argument("--triage", type=_whole(0), default=10, metavar="N",
+                     help="ask the baseline for log probabilities on up to N changed texts (default 10, 0: off)")
+    results = parser.add_argument_group("where results go")
+    _add_results(results)
+    results.add_argument("--save-run", metavar="FILE", help="keep every answer, for `compare`; must not exist yet")
+    results.add_argument("--include-prompts", action="store_true", help="put the prompts into --divergence-report")
+    unusual = parser.add_argument_group("unusual servers")
+    unusual.add_argument("--engine", default="unknown", help="engine name for the record (default: detected)")
+    unusual.add_argument("--engine-version", default="unknown", metavar="V", help="its version (default: detected)")
+    unusual.add_argument("--api-key-env", default="SPEC_API_KEY", metavar="NAME", help="environment variable with the key (default %(default)s)")
+    unusual.add_argument("--no-stream", action="store_true", help="ask for plain answers (no time to first token)")
+    for arm in ("", "baseline-", "speculative-"):
+        unusual.add_argument(f"--{arm}extra-body", type=_json_object, default={}, metavar="JSON",
+                             help=f"fields for the request{' of this arm' if arm else 's; null removes one'}")
+    for arm in ("baseline", "speculative"):
+        unusual.add_argument(f"--{arm}-metrics-url", metavar="URL", help="metrics page, where it is not /metrics")
+    return parser
+
+
+def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(arm, URL) of every server to measure.  UsageError for flags that contradict each other."""
+    if args.prompts and args.prompt_set == "builtin":
+        raise UsageError("--prompts and --prompt-set builtin contradict each other; leave one out")
+    if args.prompt_set == "file" and not args.prompts:
+        raise UsageError("--prompt-set file needs --prompts PATH")
+    arms = [("baseline", args.baseline_url)] if args.baseline_url else []
+    unnamed = 0
+    for text in args.speculative_url:
+        name, equals, url = text.partition("=")
+        if not equals or ":" in name:
+            unnamed += 1
+            name, url = "speculative" if unnamed == 1 else f"speculative-{unnamed}", text
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise UsageError(f"candidate name {name!r}: use letters, digits, '.', '_' and '-' only")
+        arms.append((name, url))
+    if not arms:
+        raise UsageError("give --baseline-url, --speculative-url or both, as --baseline-url http://127.0.0.1:8080/v1")
+    if len({name for name, _ in arms}) < len(arms):
+        raise UsageError("two servers have the same name; name the candidates apart, as --speculative-url k4=http://...")
+    if args.speculative_metrics_url and len(args.speculative_url) > 1:
+        raise UsageError("--speculative-metrics-url fits one candidate only")
+    for flag, url in (("--baseline-metrics-url", args.baseline_metrics_url), ("--speculative-metrics-url", args.speculative_metrics_url)):
+        if url:
+            checked_url(url, flag, query_allowed=True)
+    return arms
+
+
+def api_key(variable: str) -> str:
+    """The key from the environment, "" where there is none.  UsageError, without showing it, if it cannot be sent."""
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch(r"[\x21-\x7e]*", key):
+        raise UsageError(f"the key in {variable} holds a character that no HTTP header can carry")
+    return key
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answered the preflight: how to talk to it, and what it tells of itself."""
+
+    endpoint: Endpoint
+    engine: str
+    version: str
+    about: JSON
+    findings: list[JSON]
+    snapshot: Snapshot
+    served: list[str]
+
+
+def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str], None]) -> Server:
+    """Check one server before the first request.  UsageError if it cannot be measured."""
+    is_baseline = arm == "baseline"
+    option = "--baseline-url" if is_baseline else "--speculative-url"
+    api, root = base_urls(url, option)
+    key, who = api_key(args.api_key_env), f"{arm} server {api}"
+    side_s = min(args.timeout, SIDE_TIMEOUT_S)
+    try:
+        (text, headers), _ = patiently(lambda: get_text(api + "/models", key, side_s), say, who)
+        listed = as_dict(loads(text)).get("data")
+    except RequestFailed as error:
+        if error.status in (401, 403):
+            has = "was sent" if key else "is not set"
+            raise UsageError(f"{who}: {error}; it wants a key: {args.api_key_env} {has} (another variable: --api-key-env)") from None
+        if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
+            raise UsageError(f"{who}: {error}") from None
+        listed, headers = None, http.client.HTTPMessage()
+    except ValueError:
+        listed = None
+    entries = [as_dict(entry) for entry in listed] if isinstance(listed, list) else []
+    served = [str(entry["id"]) for entry in entries if entry.get("id")]
+    wanted = args.model if is_baseline else args.speculative_model or args.model
+    if not wanted and len(served) != 1:
+        raise UsageError(f"{who} lists {len(served)} models; name one with --model" + (f": {', '.join(served)}" if served else ""))
+    model = wanted or served[0]
+    entry = next((e for e in entries if e.get("id") == model), entries[0] if len(entries) == 1 else {})
+    if served and model not in served:
+        say(f"{who} does not list the model {model}; it lists: {', '.join(served)}")
+    engine, version, about = identify(root, key, side_s, entry, headers)
+    extra = {**args.extra_body, **(args.baseline_extra_body if is_baseline else args.speculative_extra_body)}
+    request = {"max_tokens": args.max_tokens, "temperature": 0.0, "top_p": 1.0, "seed": args.seed, **ENGINE_EXTRAS.get(engine, {}), **extra}
+    endpoint = Endpoint(arm, api, root, model, key, request, not args.no_stream, args.timeout,
+                        args.baseline_metrics_url if is_baseline else args.speculative_metrics_url, engine)
+    endpoint, snapshot = find_metrics(endpoint)
+    if engine == "unknown":
+        for prefix, name in (("vllm:", "vllm"), ("sglang:", "sglang"), ("lmdeploy:", "lmdeploy"), ("tgi_", "tgi"), ("trtllm_", "tensorrt-llm"), ("llamacpp:", "llama.cpp")):
+            if any(sample.name.startswith(prefix) for sample in snapshot.samples or ()):
+                engine = name if entry.get("owned_by") != "reference" else "reference"
+    findings = [] if snapshot.samples is not None else [finding("metrics-unavailable", snapshot.unavailable or "")]
+    busy = (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0)
+    if busy:
+        findings.append(finding("busy", f"the server had {busy:.0f} requests of somebody else's running or waiting at the start", requests=busy))
+        say(f"{who} is busy: {busy:.0f} requests of somebody else's are running or waiting; figures will be disturbed")
+    return Server(endpoint, engine, version, {**about, **memory_of(snapshot)}, findings, snapshot, served)
+
+
+def identify(root: str, key: str, timeout_s: float, entry: JSON, headers: http.client.HTTPMessage) -> tuple[str, str, JSON]:
+    """(engine, version, what the server tells of itself: context, quantization, cache), by what it sends."""
+    engine = OWNERS.get(str(entry.get("owned_by")), "unknown")
+    banner = headers.get("Server") or ""
+    if banner.startswith("llama.cpp"):
+        engine = "llama.cpp"
+    elif banner.startswith("BaseHTTP") and engine == "unknown" and entry.get("owned_by") is None and entry:
+        engine = "mlx-lm"
+    version, told = "unknown", JSON()
+    for name, path, field_name in VERSIONS:
+        if engine not in ("unknown", name) or (engine == "unknown" and entry.get("owned_by") == "reference"):
+            continue
+        with contextlib.suppress(RequestFailed, ValueError):
+            told = as_dict(loads(get_text(root + path, key, timeout_s)[0]))
+            marked = field_name in told and (name != "koboldcpp" or told.get("result") == "KoboldCpp") and (name != "tgi" or "model_id" in told)
+            if marked:
+                version = str(told[field_name])
+                if engine == "unknown" and path != "/version":  # several engines answer there alike
+                    engine = name
+                break
+            told = {}
+    meta, settings = as_dict(entry.get("meta")), as_dict(told.get("default_generation_settings"))
+    state = told.get("internal_states")
+    context = as_count(settings.get("n_ctx")) or as_count(entry.get("max_model_len")) or as_count(meta.get("n_ctx"))
+    slots = as_count(told.get("total_slots"))
+    about = {
+        "context": context,
+        "quantization": told.get("model_ftype") or meta.get("ftype") or told.get("quantization") or as_dict(told.get("server_args")).get("quantization"),
+        "cache_tokens": context * slots if context and slots else None,
+        "slots": slots,
+        "lifetime_accept_length": as_number(as_dict(state[0] if isinstance(state, list) and state else None).get("avg_spec_accept_length")),
+    }
+    return engine, version, {name: value for name, value in about.items() if value is not None}
+
+
+def memory_of(snapshot: Snapshot) -> JSON:
+    """Cache capacity in tokens and resident memory in bytes, where the metrics page tells."""
+    told: JSON = {}
+    for sample in snapshot.samples or ():
+        if sample.name == "vllm:cache_config_info":
+            blocks, size = (sample.label("num_gpu_blocks") or ""), (sample.label("block_size") or "")
+            if blocks.isdigit() and size.isdigit():
+                told["cache_tokens"] = int(blocks) * int(size)
+        elif sample.name == "process_resident_memory_bytes":
+            told["resident_bytes"] = int(sample.value)
+    return told
+
+
+def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Prompt], level: int, run_id: str, shared: bool,
+                  findings: list[JSON], simulated: bool) -> JSON:
+    """Everything that is said about an arm beside its readings: the header of its run, as JSON."""
+    import platform
+
+    endpoint = server.endpoint
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {
+        "schema": SCHEMA, "run_id": run_id, "arm": endpoint.arm, "base_url": endpoint.api, "metrics_url": endpoint.metrics_url,
+        "model": endpoint.model, "engine": server.engine if args.engine == "unknown" else args.engine,
+        "engine_version": server.version if args.engine_version == "unknown" else args.engine_version,
+        "server": server.about, "findings": server.findings + findings, "request": {
+            name: value for name, value in endpoint.request.items()
+            if name not in ENGINE_EXTRAS.get(endpoint.engine, {}) and name not in {**args.baseline_extra_body, **args.speculative_extra_body}
+        },
+        "arm_extras": args.baseline_extra_body if endpoint.arm == "baseline" else args.speculative_extra_body,
+        "stream": endpoint.stream, "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in prompts],
+        "repeats": args.repeats, "warmup": args.warmup, "order": args.order, "concurrency": level, "shared_server": shared,
+        "simulated": simulated, "tool_version": __version__, "recorded_at": stamp[:-2] + ":" + stamp[-2:],
+        "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(), "cpus": os.cpu_count()},
+    }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of one level, with what is needed to judge it."""
+
+    result: Result
+    runs: list[Run]
+    interrupted: bool
+
+
+def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server], say: Callable[[str], None],
+                   file: BinaryIO | None, show: bool, simulated: bool = False) -> tuple[list[Measured], str | None]:
+    """Measure each concurrency level; also returns what went wrong with the run file, if anything."""
+    endpoints = [server.endpoint for server in servers]
+    first = servers[0].snapshot
+    shared = len(servers) > 1 and all(
+        s.endpoint.api == endpoints[0].api or (s.snapshot.process == first.process and first.process is not None) for s in servers
+    )
+    answers = warm_up(endpoints, args.warmup, say)
+    notes: list[JSON] = []
+    if any(answer and answer.streamed and answer.completion_tokens is None for answer in answers):
+        endpoints = [replace(endpoint, stream=False) for endpoint in endpoints]
+        words = "a server's streamed answers carry no token count, so all servers are measured without streaming"
+        notes, _ = [finding("usage-missing", words)], say(words)
+    servers = [replace(server, endpoint=endpoint) for server, endpoint in zip(servers, endpoints)]
+    measured: list[Measured] = []
+    run_id, write_error = os.urandom(6).hex(), None
+    for level in args.concurrency:
+        plan = make_plan([p.workload for p in prompts], args.repeats, len(servers), args.order, level)
+        recorder = Recorder(say, file, sum(len(block.shots) for block in plan), show)
+        name = run_id if len(args.concurrency) == 1 else f"{run_id}-{level}"
+        headers = [conditions_of(server, args, prompts, level, name, shared, notes, simulated) for server in servers]
+        for header in headers:
+            recorder.write({"kind": "run", **header})
+        interrupted = execute(plan, endpoints, prompts, shared, recorder, level)
+        for server in servers:
+            recorder.write({"kind": "end", "arm": server.endpoint.arm, "interrupted": interrupted})
+        runs = [Run(server.endpoint.arm, header, tuple(r for r in recorder.readings if r.arm == server.endpoint.arm),
+                    tuple(c for c in recorder.counted if c.arm == server.endpoint.arm), interrupted)
+                for server, header in zip(servers, headers)]
+        triage = {} if interrupted else triage_of(runs, endpoints, prompts, args.triage, recorder, say)
+        measured.append(Measured(result_of(runs, args.label, args.min_gain, triage), runs, interrupted))
+        write_error = write_error or recorder.write_error
+        if interrupted:
+            break
+    return measured, write_error
+
+
+def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], most: int, recorder: Recorder,
+              say: Callable[[str], None]) -> dict[str, JSON]:
+    """For each candidate, findings by prompt index on the texts that differ from a stable baseline."""
+    found: dict[str, JSON] = {}
+    if runs[0].arm != "baseline":
+        return found
+    own = {r.pair: r.answer for r in runs[0].completed()}
+    left = most
+    for run in runs[1:]:
+        others = {r.pair: r.answer for r in run.completed()}
+        for entry in compare_texts(runs[0], run, {})["divergences"]:
+            mine, theirs = own.get((entry["prompt_index"], entry["repeat"])), others.get((entry["prompt_index"], entry["repeat"]))
+            index = str(entry["prompt_index"])
+            if left and entry["class"] != "unstable-baseline" and index not in found.get(run.arm, {}) and mine and theirs:
+                left -= 1
+                finding_ = ask_for_gap(endpoints[0], prompts[entry["prompt_index"]], entry, mine, theirs)
+                found.setdefault(run.arm, {})[index] = finding_
+                recorder.write({"kind": "triage", "arm": run.arm, "prompt_index": entry["prompt_index"], "triage": finding_})
+    return found
+
+
+def measure_command(argv: Sequence[str]) -> int:
+    """measure: prompts -> plan -> readings -> comparison -> notebook and terminal."""
+    args = measure_parser().parse_args(argv)
+    say = (lambda words: None) if args.quiet else say_on_stderr
+    arms = arms_of(args)
+    prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])
+    check_appendable(args.labbook)
+    for note in notes:
+        say(note)
+    servers = [preflight(arm, url, args, say) for arm, url in arms]
+    with run_file(args.save_run) as file:
+        measured, trouble = measure_levels(args, prompts, servers, say, file, sys.stderr.isatty() and not args.quiet)
+    return conclude(args, measured, trouble, prompts)
+
+
+@contextlib.contextmanager
+def run_file(path: str | None) -> Iterator[BinaryIO | None]:
+    """The run file, new; UsageError if it cannot be made or exists, since it may hold hours of an earlier run."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = open(path, "xb")
+    except FileExistsError:
+        raise UsageError(f"{path} exists and may hold an earlier run; remove it or name another file for --save-run") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; another path for --save-run") from None
+    with file:
+        yield file
+
+
+def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: str | None, prompts: Sequence[Prompt] | None) -> int:
+    """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
+    interrupted = any(level.interrupted for level in measured)
+    done = [level for level in measured if usable_pairs(level.runs) or not level.interrupted]
+    records = [record for level in done for record in level.result.records()]
+    if not records:
+        say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
+        return INTERRUPTED
+    alarms = alarms_of(args, records)
+    try:
+        append_records(args.labbook, records)
+    except OSError as error:
+        trouble = f"cannot append to {args.labbook}: {error.strerror}; its records follow on standard output, one line each"
+        for record in records:
+            sys.stdout.write(json_line(record).decode())
+    if args.divergence_report:
+        text = markdown_divergences(done[-1].result, prompts if getattr(args, "include_prompts", False) else None)
+        try:
+            with open(args.divergence_report, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+        except OSError as error:
+            trouble = f"cannot write {args.divergence_report}: {error.strerror}"
+    if not args.quiet:
+        for level in done:
+            if len(measured) > 1:
+                print_lines(["", f"=== {level.runs[0].conditions['concurrency']} requests at a time ==="])
+            print_lines(result_lines(level.result))
+        for arm in dict.fromkeys(r["label"] for level in done for r in level.result.comparisons):
+            levels = [r for level in done for r in level.result.comparisons if r["label"] == arm]
+            if len(levels) > 1:
+                print_lines(crossover_lines(levels))
+    for alarm in alarms:
+        say_on_stderr(alarm)
+    dead = [record for record in records if record["kind"] == "endpoint" and not record["completed"]]
+    for record in dead:
+        say_on_stderr(f"{record['label']}: no request completed; the first error: {record['first_error']}")
+    if trouble:
+        say_on_stderr(trouble)
+    return INTERRUPTED if interrupted else COULD_NOT_MEASURE if dead or trouble else FINDING if alarms else MEASURED
+
+
+def alarms_of(args: argparse.Namespace, records: Sequence[JSON]) -> list[str]:
+    """One line for each --fail-on condition that holds."""
+    alarms = []
+    for record in records:
+        if record["kind"] != "comparison":
+            continue
+        texts = record["text_comparison"]
+        blamed = texts["divergent"] - texts["unstable"]
+        if "slower" in args.fail_on and record["verdict"] == "does-not-pay":
+            alarms.append(f"SLOWER {record['label']}: {sentence(record)}")
+        if "changed-text" in args.fail_on and blamed:
+            alarms.append(f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a baseline that does not "
+                          f"disagree with itself; the first: {texts['divergences'][0]['prompt_id']} at byte "
+                          f"{texts['divergences'][0]['first_difference_at_byte']}")
+    if "regression" in args.fail_on and os.path.exists(args.labbook):
+        alarms += regressions(read_json_lines(args.labbook, lambda words: None), records)
+    return alarms
+
+
+def compare_command(argv: Sequence[str]) -> int:
+    """compare: the same comparison from saved runs."""
+    parser = _parser("compare", "Compare saved runs (measure --save-run): for machines that hold one server at a time.")
+    parser.add_argument("baseline", help="run file with the baseline (and perhaps its candidates)")
+    parser.add_argument("speculative", nargs="*", help="run files with one candidate each")
+    _add_results(parser)
+    parser.add_argument("--force", action="store_true", help="compare although conditions differ, and mark the record")
+    args = parser.parse_args(argv)
+    say = (lambda words: None) if args.quiet else say_on_stderr
+    runs, triage = read_runs(args.baseline, say)
+    if args.speculative:
+        runs = [run for run in runs if run.arm == "baseline"] or runs
+    for path in args.speculative:
+        more, _ = read_runs(path, say)
+        stem = os.path.splitext(os.path.basename(path))[0]
+        alone = len({run.arm for run in more}) == 1
+        found = more if alone else [run for run in more if run.arm != "baseline"]
+        for run in found:
+            taken = {other.arm for other in runs} | {"baseline"}
+            runs.append(replace(run, arm=stem if run.arm in taken else run.arm))
+    check_appendable(args.labbook)
+    measured = []
+    for level in sorted({run.conditions["concurrency"] for run in runs}):
+        arms = [run for run in runs if run.conditions["concurrency"] == level]
+        if not args.force and len(arms) < 2 and len(runs) > 1:
+            raise UsageError(f"concurrency differs: level {level} stands in one run only; --force compares what can be compared")
+        first = next((run for run in arms if run.arm == "baseline"), arms[0])
+        arms = [replace(first, arm="baseline"), *(run for run in arms if run is not first)]
+        if len(arms) < 2:
+            raise UsageError(f"{args.baseline} holds one run only; give the file of the other server too")
+        differ = sorted({name for run in arms[1:] for name in differing_conditions(arms[0], run)})
+        if differ and not args.force:
+            raise UsageError(f"the runs cannot be compared; these differ: {', '.join(differ)} (--force compares all the same)")
+        interrupted = any(run.interrupted for run in arms)
+        measured.append(Measured(result_of(arms, args.label, args.min_gain, triage, differ), arms, False))
+        if interrupted:
+            say("a run was interrupted; what was finished is compared")
+    return conclude(args, measured, None, None)
+
+
+def report_command(argv: Sequence[str]) -> int:
+    """report: tables and history from the notebook."""
+    parser = _parser("report", "Print the tables and the history that a lab notebook holds.")
+    parser.add_argument("labbook", help="notebook to read")
+    parser.add_argument("--label", help="only this label")
+    parser.add_argument("--format", choices=("markdown", "csv", "json"), default="markdown")
+    args = parser.parse_args(argv)
+    records = [r for r in read_json_lines(args.labbook, say_on_stderr) if r.get("lab") == LAB and r.get("schema") == SCHEMA]
+    if args.label:
+        records = [r for r in records if r["label"].startswith(args.label + "/")]
+    if args.format == "json":
+        print_lines([json.dumps(record) for record in records])
+    else:
+        print_lines([csv_report(records) if args.format == "csv" else markdown_report(records)])
+    return MEASURED
+
+
+def break_even_command(argv: Sequence[str]) -> int:
+    """break-even: the arithmetic alone."""
+    parser = _parser("break-even", "Which acceptance does a draft need to pay, and which chain length is best?",
+                     "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft cost of 0.10 means\n"
+                     "that drafting one token takes a tenth of one step of the target.  Leviathan et al. 2023.")
+    parser.add_argument("--chain", type=_listed(_whole(0, 10_000)), default=[2, 4, 8], metavar="K,...", help="chain lengths (default 2,4,8)")
+    parser.add_argument("--draft-cost", type=_listed(_real(0, 1e6)), default=[0.10, 0.20, 0.35], metavar="C,...",
+                        help="cost of one draft step in target steps (default 0.10,0.20,0.35)")
+    parser.add_argument("--alpha", type=_real(0, 1), metavar="A", help="also print the speed-up at this acceptance")
+    parser.add_argument("--measured-step-cost", type=_real(0, 1e6, True), metavar="X", help="what a step was seen to cost, in target steps")
+    parser.add_argument("--tokens-per-step", type=_real(0, 1e6, True), metavar="L", help="tokens that a target step was seen to bring")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    if (args.measured_step_cost is None) != (args.tokens_per_step is None):
+        raise UsageError("--measured-step-cost and --tokens-per-step belong together; give both")
+    told: JSON = {"table": []}
+    for chain in args.chain:
+        for cost in args.draft_cost:
+            applies, needed = alpha_needed(chain, 1 + chain * cost)
+            told["table"].append({"chain": chain, "draft_cost": cost, "alpha_needed": needed, "applies": applies})
+    if args.alpha is not None:
+        told["speedups"] = [{"chain": k, "draft_cost": c, "speedup": speedup(args.alpha, k, c)} for k in args.chain for c in args.draft_cost]
+        told["best"] = [dict(zip(("draft_cost", "chain", "speedup"), (c, *best_chain(args.alpha, c)))) for c in args.draft_cost]
+    if args.measured_step_cost is not None:
+        told["measured"] = {"step_cost": args.measured_step_cost, "tokens_per_step": args.tokens_per_step,
+                            "speedup": args.tokens_per_step / args.measured_step_cost}
+    print_lines([json.dumps(told)] if args.json else break_even_lines(args, told))
+    return MEASURED
+
+
+def break_even_lines(args: argparse.Namespace, told: JSON) -> list[str]:
+    """The tables of `break-even` as text."""
+
+    def grid(name: str, entries: Sequence[JSON], shown: Callable[[JSON], str]) -> list[str]:
+        cells = {(entry["chain"], entry["draft_cost"]): shown(entry) for entry in entries}
+        header = ["chain length", *(f"c = {cost:g}" for cost in args.draft_cost)]
+        return [name, text_table(header, [[f"k = {k}", *(cells[k, c] for c in args.draft_cost)] for k in args.chain]), ""]
+
+    lines = grid("alpha needed to break even:", told["table"],
+                 lambda e: "cannot pay" if e["applies"] == "cannot-pay" else "any" if e["applies"] == "any" else f"{e['alpha_needed']:.4f}")
+    if args.alpha is not None:
+        lines += grid(f"speed-up at alpha = {args.alpha:g}:", told["speedups"], lambda e: f"{e['speedup']:.3f}")
+        for best in told["best"]:
+            lines.append(f"best chain length at c = {best['draft_cost']:g}: " + (
+                f"{best['chain']} ({best['speedup']:.3f}x)" if best["chain"] else "none, no draft pays"))
+    if "measured" in told:
+        ratio = told["measured"]["speedup"]
+        lines.append(f"measured: {args.tokens_per_step:g} tokens per step at a cost of {args.measured_step_cost:g} target steps: {ratio:.3f}x; "
+                     + ("it pays" if ratio > 1 else "it does not pay") + f"; more than {args.measured_step_cost:g} tokens per step are needed")
+    return lines
+
+
+def calibrate_command(argv: Sequence[str]) -> int:
+    """calibrate: measure two servers of known truth, and print the errors."""
+    parser = _parser("calibrate", "Measure two servers of known truth on this machine, and print the error of every figure.")
+    parser.add_argument("--alpha", type=_real(0, 1), default=0.8, help="true acceptance of tested drafts (default 0.8)")
+    parser.add_argument("--chain", type=_whole(1, 64), default=4, help="true chain length (default 4)")
+    parser.add_argument("--draft-cost", type=_real(0, 10), default=0.1, help="true cost of a draft step in target steps (default 0.1)")
+    parser.add_argument("--step-ms", type=_real(0.5, 1000), default=5.0, help="true time of a target step (default 5)")
+    parser.add_argument("--labbook", metavar="FILE", help="also append the records, marked as simulated")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    if args.labbook:
+        check_appendable(args.labbook)
+    length = 192 if args.step_ms <= 6 else max(16, int(1100 / args.step_ms))
+    plain = Reference(args.alpha, 0, args.draft_cost, args.step_ms / 1000)
+    drafting = replace(plain, chain=args.chain, planted=("lighthouse", length // 2))
+    shares = [cpu_share()]
+    with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
+        flags = ["--baseline-url", baseline_url, "--speculative-url", speculative_url, "--max-tokens", str(length), "--label", "calibrate",
+                 "--api-key-env", "MEASURE_SPECULATIVE_NO_KEY"]
+        options = measure_parser().parse_args(flags)
+        servers = [preflight(arm, url, options, say_on_stderr) for arm, url in arms_of(options)]
+        measured, _ = measure_levels(options, built_in_prompts(), servers, say_on_stderr, None, sys.stderr.isatty(), simulated=True)
+        if measured[0].interrupted:
+            raise KeyboardInterrupt
+        logs = [loads(get_text(server.endpoint.root + "/truth")[0])[1 : 1 + len(built_in_prompts())] for server in servers]
+    shares.append(cpu_share())
+    rows = calibration_rows(measured[0], [reference_truth(log) for log in logs], drafting)
+    records = measured[0].result.records()
+    if args.labbook:
+        append_records(args.labbook, records)
+    bad = [row for row in rows if not row["within"]]
+    busy = min(shares) < 0.9
+    error = max(abs(row["error"]) for row in rows if row["unit"] == "%" and row["error"] is not None)
+    if args.json:
+        print_lines([json.dumps({"quantities": rows, "cpu_share": min(shares), "fit": not bad and not busy})])
+    else:
+        print_lines(calibration_lines(rows))
+        if not bad and not busy:
+            print_lines(["", f"On this machine, now, ratios are good to {max(error, 0.05):.1f}%."])
+    if busy:
+        say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {min(shares):.0%} of one when it asked for all); "
+                      "measure again when the machine is idle")
+    elif bad:
+        say_on_stderr(f"OUT OF TOLERANCE: {', '.join(row['quantity'] for row in bad)}; most likely the machine is busy: see what else runs")
+    return COULD_NOT_MEASURE if bad or busy else MEASURED
+
+
+def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Reference) -> list[JSON]:
+    """Each quantity with its true and its measured value, the error, its unit, and whether that is within tolerance."""
+    baseline, candidate = measured.result.endpoints
+    comparison, (plain, drafted) = measured.result.comparisons[0], truth
+    acceptance, why = candidate["acceptance"], comparison["break_even"]
+    rejected = drafted["steps"] - (drafted["positions"] or [0])[-1]
+    true_x = drafted["step_s"] / drafting.step_s
+    logs = [math.log(plain["request_s"][p] / drafted["request_s"][p]) for p in plain["request_s"]]
+    rows: list[JSON] = []
+
+    def add(quantity: str, true: Any, seen: Any, tolerance: float, unit: str = "%") -> None:
+        error = None
+        if seen is not None and unit != "exact":
+            error = 100 * (seen / true - 1) if unit == "%" else seen - true
+        within = seen == true if unit == "exact" else error is not None and abs(error) <= tolerance
+        rows.append({"quantity": quantity, "true": true, "measured": seen, "error": error, "unit": unit, "within": within})
+
+    add("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 0.5)
+    add("speculative tokens/s", drafted["tokens_per_s"], candidate["output_tokens_per_s"], 0.5)
+    add("ratio", math.exp(math.fsum(logs) / len(logs)), (comparison["speedup"] or {}).get("ratio"), 0.5)
+    add("baseline decode tokens/s", plain["decode_tokens_per_s"], baseline["decode_tokens_per_s"], 0.5)
+    add("speculative decode tokens/s", drafted["decode_tokens_per_s"], candidate["decode_tokens_per_s"], 0.5)
+    for name in ("steps", "drafted", "accepted"):
+        add({"steps": "verification steps"}.get(name, f"tokens {name}"), drafted[name], acceptance[name], 0, "exact")
+    add("acceptance rate", drafted["accepted"] / drafted["drafted"], acceptance["rate"], 0, "exact")
+    add("alpha", drafted["accepted"] / (drafted["accepted"] + rejected), acceptance["alpha"], 0, "exact")
+    add("accepted per position", [count / drafted["steps"] for count in drafted["positions"]], acceptance["per_position"], 0, "exact")
+    add("tokens per step", drafted["tokens_per_step"], acceptance["tokens_per_target_step"], 0, "exact")
+    add("step cost, target steps", true_x, why["step_cost"], 1.0)
+    add("draft cost, target steps", drafting.draft_cost, why["draft_cost"], 0.02, "absolute")
+    for name, record, true in (("baseline", baseline, plain), ("speculative", candidate, drafted)):
+        add(f"{name} time to first token, ms", 1000 * true["ttft_s"], 1000 * record["ttft_s"]["mean"], 2.0, "ms")
+    late = [1000 * (r.answer.latency_s - true["request_s"].get(prompt, math.nan)) for run, true in zip(measured.runs, truth)
+            for r in run.completed() if r.answer and (prompt := built_in_prompts()[r.prompt_index].messages[0]["content"])]
+    add("client time per request, ms", 0.0, math.fsum(late) / len(late), 3.0, "ms")
+    slow_s = math.fsum(r.answer.decode_s or 0.0 for r in measured.runs[0].completed() if r.answer) - plain["tokens"] / plain["decode_tokens_per_s"] * (
+        1 - len(logs) / plain["tokens"])
+    add("client time per token, ms", 0.0, 1000 * slow_s / plain["tokens"], 0.05, "ms")
+    place = sum(len(drafting.target_token(built_in_prompts()[8].messages[0]["content"], n)) for n in range((drafting.planted or ("", 0))[1] + 1)) - 1
+    found = comparison["text_comparison"]["divergences"]
+    add("planted difference, byte", place, found[0]["first_difference_at_byte"] if len(found) == 1 else None, 0, "exact")
+    add("planted near tie", "near-tie", (found[0]["triage"] or {}).get("finding") if found else None, 0, "exact")
+    return rows
+
+
+def calibration_lines(rows: Sequence[JSON]) -> list[str]:
+    """The table of `calibrate`."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, list):
+            return " ".join(f"{part:.3f}" for part in value)
+        return "unknown" if value is None else value if isinstance(value, str) else str(value) if isinstance(value, int) else f"{value:.3f}"
+
+    cells = []
+    for row in rows:
+        unit = {"%": "%", "ms": " ms"}.get(row["unit"], "")
+        error = ("none" if row["within"] else "WRONG") if row["unit"] == "exact" else "unknown" if row["error"] is None else f"{row['error']:+.3f}{unit}"
+        cells.append([row["quantity"], shown(row["true"]), shown(row["measured"]), error + ("" if row["within"] else " !")])
+    return [text_table(("Quantity", "True", "Measured", "Error"), cells)]
+
+
+def reference_server_command(argv: Sequence[str]) -> int:
+    """reference-server CONFIG: not for users; `calibrate` starts it."""
+    config = loads(argv[0])
+    if config.get("planted"):
+        config["planted"] = tuple(config["planted"])
+    return serve_reference(Reference(**config))
+
+
+def say_on_stderr(words: str) -> None:
+    """One line for the user beside the results."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(printable(words).replace("\n", "\\n") + "\n")
+        sys.stderr.flush()
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Results on standard output, ASCII only."""
+    sys.stdout.write("".join(printable(line) + "\n" for line in lines))
+    sys.stdout.flush()
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "measure": measure_command, "compare": compare_command, "report": report_command, "break-even": break_even_command,
+    "calibrate": calibrate_command, "reference-server": reference_server_command,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code.  The only place that turns errors into text."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words.pop(0) if words and words[0] in COMMANDS else "measure"
+    try:
+        return COMMANDS[command](words)
+    except SystemExit as stop:  # argparse has said why
+        return stop.code if isinstance(stop.code, int) else USAGE
+    except MeasureError as error:
+        say_on_stderr(f"measure_speculative: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        say_on_stderr("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away; all records are written by then
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return MEASURED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
