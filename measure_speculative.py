@@ -223,8 +223,8 @@ def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = len(re.findall(rb"\r\n|\r|\n", raw[: error.start])) + 1
-        raise UsageError(f"{path}:{line}: not UTF-8 at byte offset {error.start}; save the file as UTF-8") from None
+        number = len(re.findall(rb"\r\n|\r|\n", raw[: error.start])) + 1
+        raise UsageError(f"{path}:{number}: not UTF-8 at byte offset {error.start}; save the file as UTF-8") from None
     if path.endswith(".json"):
         try:
             items = loads(text)
@@ -234,14 +234,12 @@ def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
             raise UsageError(f"{path}:1: not a JSON array of prompts; for one object per line name it .jsonl")
         yield from ((f"{path}: item {number}", item) for number, item in enumerate(items, 1))
         return
-    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
+    lines: list[str] = re.split(r"\r\n|\r|\n", text)
+    for number, line in enumerate(lines, 1):
+        place = f"{path}:{number}"
         if line.strip():
-            place = f"{path}:{number}"
-            if not path.endswith(".jsonl"):
-                yield place, line.strip()
-                continue
             try:
-                yield place, as_dict(loads(line)) or loads(line)
+                yield place, loads(line) if path.endswith(".jsonl") else line.strip()
             except ValueError as error:
                 raise UsageError(f"{place}: not JSON: {error}") from None
 
@@ -340,7 +338,7 @@ def _connect(host: str, timeout: float, **options: Any) -> http.client.HTTPConne
 def _opener() -> urllib.request.OpenerDirector:
     """urllib without proxies and without redirects: a request, and the key in it, reaches the named host only."""
     handler = urllib.request.HTTPHandler()
-    handler.http_open = lambda request: handler.do_open(_connect, request)  # type: ignore[method-assign,arg-type]
+    handler.http_open = lambda req: handler.do_open(_connect, req)  # type: ignore[method-assign,arg-type]
     opener = urllib.request.OpenerDirector()
     for each in (handler, urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()):
         opener.add_handler(each)
@@ -780,7 +778,7 @@ def parse_metrics(text: str) -> list[Sample]:
             value = float(number)
         except ValueError:
             continue
-        labels = ()
+        labels: tuple[tuple[str, str], ...] = ()
         if inside:
             found = _LABEL.findall(inside.strip())
             labels = tuple(sorted((key, _unescaped(raw) if "\\" in raw else raw) for key, raw in found))
@@ -2031,6 +2029,19 @@ def log_ratios(baseline: Run, candidate: Run, runs: Sequence[Run], workload: str
     return list(logs.values())
 
 
+def speed_estimate(run: Run, runs: Sequence[Run]) -> Estimate | None:
+    """This arm's own tokens/s, as the mean over prompts (blocks, under load) with its interval: for the alarm."""
+    if run.conditions["concurrency"] > 1:
+        return over_prompts([[math.log(rate)] for rate in block_rates(run, usable_blocks(runs), None).values()])
+    pairs = usable_pairs(runs)
+    logs: dict[int, list[float]] = {}
+    for reading in run.completed():
+        rate = ratio_of(reading.answer.completion_tokens, reading.answer.latency_s) if reading.answer else None
+        if rate and reading.pair in pairs:
+            logs.setdefault(reading.prompt_index, []).append(math.log(rate))
+    return over_prompts(list(logs.values()))
+
+
 def finding(name: str, detail: str, **numbers: Any) -> JSON:
     """One line of the audit."""
     return {"finding": name, "detail": detail, **numbers}
@@ -2127,6 +2138,7 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
     tokens = sum_known(answer.completion_tokens for answer in answers)
     errors = [reading.error for reading in run.readings if reading.error]
     samples = (answer.statistics.get("timings") for answer in answers)
+    speed = speed_estimate(run, runs)
 
     def one(workload: str) -> JSON:
         mine, speeds = [r for r in completed if r.workload == workload], figures_of(run, runs, workload)
@@ -2145,7 +2157,7 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
         "completed": len(completed), "failed": len(errors), "first_error": errors[0] if errors else None,
         "wall_s": figures.wall_s, "latency_s": figures.latency_s, "ttft_s": figures.ttft_s, "output_tokens": tokens,
         "output_tokens_per_s": figures.tokens_per_s, "decode_tokens_per_s": figures.decode_tokens_per_s,
-        "decode_source": figures.decode_source, "tokens_counted_by_server": bool(answers) and tokens is not None,
+        "decode_source": figures.decode_source, "speed": speed.to_json() if speed else None, "tokens_counted_by_server": bool(answers) and tokens is not None,
         "server_timings_sample": next((sample for sample in samples if sample), None),
         "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
         "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(runs)],
@@ -2288,7 +2300,8 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         "verdict": None if idle else verdict_of(speed, min_gain),
         "more_prompts": None if idle or verdict_of(speed, min_gain) != "undecided" else more_prompts(logs, min_gain),
         "workloads": [one(workload) for workload in workloads_of(runs)],
-        "break_even": explanation(mine, theirs, drafts, fit),
+        "acceptance": drafts.record(), "break_even": explanation(mine, theirs, drafts, fit),
+        "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"), "speculative": (theirs.latency_s or {}).get("p50")},
         "text_comparison": {**texts, "divergences": texts["divergences"][:LISTED_DIVERGENCES]},
         "audit": audit, "max_tokens": about["request"].get("max_tokens"), "repeats": about["repeats"],
         "prompt_count": len(about["prompts"]), "prompts_sha256": prompts_digest(about),
@@ -2314,23 +2327,32 @@ class Result:
 
 
 def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str, JSON], forced: Sequence[str] = ()) -> Result:
-    """Everything that is said about the arms of one level; the first run is the baseline if it is so named."""
-    endpoints = [endpoint_record(run, runs, label) for run in runs]
-    if runs[0].arm != "baseline" or not all(run.completed() for run in runs):
-        # comparisons need both sides: arms that brought something are compared, the others stay as records
-        alive = [run for run in runs if run.completed()]
-        if runs[0].arm != "baseline" or len(alive) < 2 or alive[0].arm != "baseline":
-            return Result([endpoint_record(run, [run], label) for run in runs if run.readings] or endpoints, [])
-        dead = [endpoint_record(run, [run], label) for run in runs if not run.completed()]
-        result = result_of(alive, label, min_gain, triage, forced)
-        return Result(result.endpoints + dead, result.comparisons)
-    baseline, candidates = runs[0], runs[1:]
-    told = [(explanation(figures_of(baseline, runs), figures_of(run, runs), drafts_of(run)), drafts_of(run)) for run in candidates]
+    """Everything that is said about the arms of one level.
+
+    Arms that completed nothing stay as records of their failure; the others are compared, if a baseline is among them.
+    """
+    alive = [run for run in runs if run.completed()]
+    endpoints = [endpoint_record(run, alive if run in alive else [run], label) for run in runs]
+    if not alive or alive[0].arm != "baseline":
+        return Result(endpoints, [])
+    baseline, candidates = alive[0], alive[1:]
+    plain = figures_of(baseline, alive)
+    told = [(explanation(plain, figures_of(run, alive), drafts_of(run)), drafts_of(run)) for run in candidates]
     fit = fit_of(told)
     comparisons = [
-        comparison_record(baseline, run, runs, label, min_gain, triage.get(run.arm, {}), fit, forced) for run in candidates
+        comparison_record(baseline, run, alive, label, min_gain, triage.get(run.arm, {}), fit, forced) for run in candidates
     ]
-    return Result(endpoints, comparisons)
+    return Result(endpoints, against_best(comparisons, candidates, alive))
+
+
+def against_best(comparisons: list[JSON], candidates: Sequence[Run], runs: Sequence[Run]) -> list[JSON]:
+    """The comparisons, each with its own paired ratio to the fastest candidate, so that real differences can be told."""
+    speeds = [(record["speedup"] or {}).get("ratio") or 0.0 for record in comparisons]
+    best = candidates[speeds.index(max(speeds))] if speeds else None
+    for record, run in zip(comparisons, candidates):
+        behind = None if run is best or best is None else over_prompts(log_ratios(best, run, runs, None))
+        record["against_best"] = {"best": best.arm, **behind.to_json()} if behind and best else None
+    return comparisons
 
 
 # ---- lab notebook and run files ---------------------------------------------------------------------------
@@ -2506,7 +2528,7 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", lambda match: f"\\x{ord(match.group()):02x}", plain)
 
 
-def number(value: float | None, digits: int = 2) -> str:
+def figure(value: float | None, digits: int = 2) -> str:
     """A figure for people; a dash where it is unknown."""
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -2551,14 +2573,14 @@ def workload_rows(record: JSON) -> list[list[str]]:
     """A row for each kind of work and, where there are several, one for all."""
     parts = list(record["workloads"])
     if len(parts) != 1:
-        parts.append({**record, "workload": "all", "acceptance": record.get("acceptance")})
+        parts.append({**record, "workload": "all"})
     rows = []
     for part in parts:
         texts, acceptance = part["text_comparison"], part["acceptance"] or {}
         rows.append([
-            part["workload"], number(part["baseline_tokens_per_s"]), number(part["speculative_tokens_per_s"]),
-            number((part["speedup"] or {}).get("ratio")), interval_of(part["speedup"]),
-            VERDICT_WORDS[part["verdict"]].lower(), number(acceptance.get("rate")),
+            part["workload"], figure(part["baseline_tokens_per_s"]), figure(part["speculative_tokens_per_s"]),
+            figure((part["speedup"] or {}).get("ratio")), interval_of(part["speedup"]),
+            VERDICT_WORDS[part["verdict"]].lower(), figure(acceptance.get("rate")),
             f"{texts['identical']} of {texts['compared']}",
         ])
     return rows
@@ -2568,31 +2590,31 @@ def endpoint_lines(records: Sequence[JSON]) -> list[str]:
     """Who was measured, and how much of it came back."""
     rows = [[
         record["label"].rsplit("/", 1)[-1], record["base_url"], f"{record['engine']} {record['engine_version']}".replace(" unknown", ""),
-        f"{record['completed']} of {record['requests']}", number(record["output_tokens_per_s"]), number(record["decode_tokens_per_s"]),
-        number(((record["ttft_s"] or {}).get("p50") or 0) * 1000, 0) if record["ttft_s"] else "-",
+        f"{record['completed']} of {record['requests']}", figure(record["output_tokens_per_s"]), figure(record["decode_tokens_per_s"]),
+        figure(((record["ttft_s"] or {}).get("p50") or 0) * 1000, 0) if record["ttft_s"] else "-",
     ] for record in records]
     return [text_table(("Server", "URL", "Engine", "Completed", "Tokens/s", "Decode tokens/s", "First token ms"), rows, 3)]
 
 
 def explanation_lines(record: JSON) -> list[str]:
     """Why it pays or not, in the terms of the field and in plain words."""
-    why, acceptance = record["break_even"], record.get("acceptance") or {}
+    why, acceptance = record["break_even"], record["acceptance"] or {}
     length, cost, chain = why["tokens_per_step"], why["step_cost"], why["chain"]
     if why["applies"] == "no-acceptance" and length is None:
         return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
-    lines = [f"Why: {number(length)} tokens per target step"]
+    lines = [f"Why: {figure(length)} tokens per target step"]
     if cost is None:
         return [lines[0] + "; the cost of a step is unknown (both servers' decode times are needed, from the same kind of clock)."]
     lines[0] += f", and a step costs {cost:.2f} target steps: it takes more tokens per step than that to pay."
-    rate = f"accepted/drafted {number(acceptance.get('rate'))} is another figure, not alpha"
+    rate = f"accepted/drafted {figure(acceptance.get('rate'))} is another figure, not alpha"
     if why["applies"] == "alpha":
-        lines.append(f"     alpha {number(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} and this cost ({rate}).")
+        lines.append(f"     alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} and this cost ({rate}).")
     elif why["applies"] == "any":
         lines.append("     A step costs no more than a plain one: any acceptance pays (check the timing if that surprises you).")
     elif why["applies"] == "cannot-pay":
         lines.append(f"     That is more than the {chain + 1} tokens a step can bring at chain length {chain}: it cannot pay at any acceptance.")
     elif why["applies"] == "varying-chain":
-        lines.append(f"     Drafts vary in length (mean {number(chain)}), so the formula for a fixed chain is not applicable; {rate}.")
+        lines.append(f"     Drafts vary in length (mean {figure(chain)}), so the formula for a fixed chain is not applicable; {rate}.")
     if acceptance.get("accepted") == 0 and acceptance.get("drafted"):
         lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and target share a tokenizer.")
     if why["fit"]:
@@ -2620,7 +2642,7 @@ def position_lines(acceptance: JSON | None) -> list[str]:
     shown = [i for i, rate in enumerate(rates) if sum(rates[i:]) >= 0.05 or i == 0][-1] + 1
     for i, rate in enumerate(rates[: shown + 1][:20]):
         before = rates[i - 1] if i else 1.0
-        lines.append(f"  {i + 1:>3}  {rate:.3f}  {number(ratio_of(rate, before), 3):>5}  {'#' * round(40 * min(rate, 1.0))}")
+        lines.append(f"  {i + 1:>3}  {rate:.3f}  {figure(ratio_of(rate, before), 3):>5}  {'#' * round(40 * min(rate, 1.0))}")
     if shown < len(rates):
         lines.append(f"  Position {shown + 1} onward adds {sum(rates[shown:]):.2f} tokens per step.")
     return lines
@@ -2702,14 +2724,14 @@ def comparison_lines(record: JSON) -> list[str]:
     """The whole report on one candidate."""
     lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)), ""]
     if record["concurrency"] == 1 or record["break_even"]["tokens_per_step"] is not None:
-        lines += explanation_lines(record) + position_lines(record.get("acceptance"))
+        lines += explanation_lines(record) + position_lines(record["acceptance"])
     lines += text_lines(record)
     if record["speedup_these_prompts"] and record["speedup_these_prompts"]["low"] is not None:
         lines.append(f"On exactly these {record['speedup_these_prompts']['prompts']} prompts: {speed_words(record['speedup_these_prompts'])}.")
     if record["decode_speedup"]:
         lines.append(f"Decoding alone: {speed_words(record['decode_speedup'])}.")
     if record["more_prompts"]:
-        lines.append(f"About {record['more_prompts']} more prompts might settle it; more repeats would not.")
+        lines.append(f"{'About ' * record['more_prompts'].isdigit()}{record['more_prompts']} more prompts might settle it; more repeats would not.")
     return lines
 
 
@@ -2721,7 +2743,7 @@ def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
         behind = record.get("against_best")
         real = "" if not behind else "too few prompts to tell" if behind["low"] is None else (
             "real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
-        rows.append([candidate_name(record), number((record["speedup"] or {}).get("ratio")), interval_of(record["speedup"]),
+        rows.append([candidate_name(record), figure((record["speedup"] or {}).get("ratio")), interval_of(record["speedup"]),
                      VERDICT_WORDS[record["verdict"]].lower(), speed_words(behind) if behind else "first", real])
     return ["", text_table(("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"), rows)]
 
@@ -2732,9 +2754,9 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
     for before, record in zip([None, *comparisons], comparisons):
         ratio = (record["speedup"] or {}).get("ratio")
         texts = record["text_comparison"]
-        rows.append([str(record["concurrency"]), number(record["baseline_tokens_per_s"]), number(record["speculative_tokens_per_s"]),
-                     number(ratio), interval_of(record["speedup"]), number((record.get("acceptance") or {}).get("rate")),
-                     number(record["latency_p50_s"]["baseline"]), number(record["latency_p50_s"]["speculative"]),
+        rows.append([str(record["concurrency"]), figure(record["baseline_tokens_per_s"]), figure(record["speculative_tokens_per_s"]),
+                     figure(ratio), interval_of(record["speedup"]), figure((record["acceptance"] or {}).get("rate")),
+                     figure(record["latency_p50_s"]["baseline"]), figure(record["latency_p50_s"]["speculative"]),
                      f"{texts['identical']} of {texts['compared']}"])
         earlier = ((before or {}).get("speedup") or {}).get("ratio")
         if crossed is None and ratio is not None and ratio < 1 and (before is None or (earlier or 0) >= 1):
@@ -2767,8 +2789,8 @@ def result_lines(result: Result) -> list[str]:
             lines += position_lines(record["acceptance"])
             if record["acceptance"]:
                 told = record["acceptance"]
-                lines.append(f"Acceptance: {number(told['rate'])} of the drafted tokens, alpha {number(told['alpha'])}, "
-                             f"{number(told['tokens_per_target_step'])} tokens per target step. Without a baseline the speed-up is unknown.")
+                lines.append(f"Acceptance: {figure(told['rate'])} of the drafted tokens, alpha {figure(told['alpha'])}, "
+                             f"{figure(told['tokens_per_target_step'])} tokens per target step. Without a baseline the speed-up is unknown.")
             if record["first_error"]:
                 lines.append(f"{record['failed']} of {record['requests']} requests failed; the first: {record['first_error']}")
     else:
@@ -2798,10 +2820,10 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> st
                      f"POST /v1/chat/completions with temperature {record['temperature']}, seed {record['seed']}, max_tokens {record['max_tokens']}")
     lines.append("- started with (fill in): baseline `...`, speculative `...`")
     for record in result.comparisons:
-        texts, acceptance = record["text_comparison"], record.get("acceptance") or {}
+        texts, acceptance = record["text_comparison"], record["acceptance"] or {}
         lines += ["", f"## {candidate_name(record)}: {texts['divergent']} of {texts['compared']} pairs differ", "",
                   f"Baseline against itself: {texts['baseline_self']['identical']} of {texts['baseline_self']['compared']} repeats identical. "
-                  f"Acceptance {number(acceptance.get('rate'))}."]
+                  f"Acceptance {figure(acceptance.get('rate'))}."]
         for found in texts["divergences"]:
             lines += ["", f"Prompt {found['prompt_index']}, repeat {found['repeat']}:", "", "```text", *map(printable, divergence_lines(found))]
             if found["triage"]:
@@ -2856,9 +2878,9 @@ def history_rows(records: Sequence[JSON]) -> list[list[str]]:
             mark = "?" if not old or not new or old["low"] is None or new["low"] is None else (
                 "v" if new["high"] < old["low"] else "^" if new["low"] > old["high"] else "=")
         texts = record["text_comparison"]
-        rows.append([record["recorded_at"], mark, number((new or {}).get("ratio")), interval_of(new),
-                     number((record.get("acceptance") or {}).get("rate")), number(record["baseline_tokens_per_s"]),
-                     number(record["speculative_tokens_per_s"]), f"{texts['identical']} of {texts['compared']}",
+        rows.append([record["recorded_at"], mark, figure((new or {}).get("ratio")), interval_of(new),
+                     figure((record["acceptance"] or {}).get("rate")), figure(record["baseline_tokens_per_s"]),
+                     figure(record["speculative_tokens_per_s"]), f"{texts['identical']} of {texts['compared']}",
                      str(record["engine_version"]), "; ".join(changes)])
     return rows
 
@@ -2895,7 +2917,7 @@ def markdown_report(records: Sequence[JSON]) -> str:
         lines += [printable(markdown_table(HISTORY_COLUMNS, history_rows(group))), ""]
     singles = [r for r in records if r.get("kind") == "endpoint" and not any(r["run_id"] == c["run_id"] for g in groups.values() for c in g)]
     if singles:
-        rows = [[r["label"], r["recorded_at"], number(r["output_tokens_per_s"]), f"{r['completed']} of {r['requests']}", r["engine_version"]]
+        rows = [[r["label"], r["recorded_at"], figure(r["output_tokens_per_s"]), f"{r['completed']} of {r['requests']}", r["engine_version"]]
                 for r in singles]
         lines += ["## Measured alone", "", printable(markdown_table(("Label", "Recorded", "Tokens/s", "Completed", "Engine version"), rows)), ""]
     return "\n".join(lines)
@@ -2914,7 +2936,7 @@ def csv_report(records: Sequence[JSON]) -> str:
         if r.get("kind") == "comparison":
             speed, texts = r["speedup"] or {}, r["text_comparison"]
             writer.writerow((r["label"], r["recorded_at"], r["concurrency"], speed.get("ratio"), speed.get("low"), speed.get("high"),
-                             r["verdict"], (r.get("acceptance") or {}).get("rate"), r["baseline_tokens_per_s"],
+                             r["verdict"], (r["acceptance"] or {}).get("rate"), r["baseline_tokens_per_s"],
                              r["speculative_tokens_per_s"], texts["identical"], texts["compared"], r["engine"], r["engine_version"], r["model"]))
     return out.getvalue().rstrip("\n")
 
@@ -3009,7 +3031,7 @@ class _ReferenceState:
 def _generate(state: _ReferenceState, prompt: str, length: int, started: float, emit: Callable[[list[str]], None]) -> None:
     """Produce `length` tokens at their modelled times; waits end at absolute deadlines, so errors do not add up."""
     config, due = state.config, started + state.config.prefill_s
-    entry = {"prompt": prompt, "tokens": length, "steps": 0, "plain_steps": 0, "drafted": 0, "accepted": 0,
+    entry: JSON = {"prompt": prompt, "tokens": length, "steps": 0, "plain_steps": 0, "drafted": 0, "accepted": 0,
              "positions": [0] * len(state.positions), "prefill_s": config.prefill_s, "decode_s": 0.0}
     with state.lock:
         state.active += 1
@@ -3496,7 +3518,8 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
     if any(answer and answer.streamed and answer.completion_tokens is None for answer in answers):
         endpoints = [replace(endpoint, stream=False) for endpoint in endpoints]
         words = "a server's streamed answers carry no token count, so all servers are measured without streaming"
-        notes, _ = [finding("usage-missing", words)], say(words)
+        notes = [finding("usage-missing", words)]
+        say(words)
     servers = [replace(server, endpoint=endpoint) for server, endpoint in zip(servers, endpoints)]
     measured: list[Measured] = []
     run_id, write_error = os.urandom(6).hex(), None
@@ -3725,8 +3748,8 @@ def break_even_lines(args: argparse.Namespace, told: JSON) -> list[str]:
 
     def grid(name: str, entries: Sequence[JSON], shown: Callable[[JSON], str]) -> list[str]:
         cells = {(entry["chain"], entry["draft_cost"]): shown(entry) for entry in entries}
-        header = ["chain length", *(f"c = {cost:g}" for cost in args.draft_cost)]
-        return [name, text_table(header, [[f"k = {k}", *(cells[k, c] for c in args.draft_cost)] for k in args.chain]), ""]
+        header = ["chain", *(f"c={cost:g}" for cost in args.draft_cost)]
+        return [name, text_table(header, [[f"k={k}", *(cells[k, c] for c in args.draft_cost)] for k in args.chain]), ""]
 
     lines = grid("alpha needed to break even:", told["table"],
                  lambda e: "cannot pay" if e["applies"] == "cannot-pay" else "any" if e["applies"] == "any" else f"{e['alpha_needed']:.4f}")

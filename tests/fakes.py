@@ -81,6 +81,8 @@ import urllib.parse
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+_STARTS = itertools.count()  # seconds between the starts of the servers played
+
 DATA = pathlib.Path(__file__).resolve().parent / "data"
 CASES = DATA / "cases"
 PAGES = DATA / "pages"
@@ -746,7 +748,7 @@ class Handler(BaseHTTPRequestHandler):
             status = fake.metrics or (501 if fake.engine == "llama.cpp" else 404)
             return self.error(status, "This server does not support metrics endpoint.")
         text = render(fake.kind.page(fake, fake.read_counters()), fake.kind.number).encode()
-        start = {"Process-Start-Time-Unix": str(int(fake.started) % 10**9)} if fake.engine == "llama.cpp" else {}
+        start = {"Process-Start-Time-Unix": str(int(fake.started * 1e6) % 10**12)} if fake.engine == "llama.cpp" else {}
         self.send(200, "text/plain; version=0.0.4; charset=utf-8", text, start)
 
     def post(self):
@@ -952,7 +954,7 @@ class FakeServer(Loopback):
         self.counters = no_counts(speculation) + (counted_before or Counts())   # what the page shows, if it lags not
         self.given = []                 # Counts of each client answer, in order
         self.asked = {}                 # prompt -> how often it was asked, from 0
-        self.started = 1795988029.25    # of the process, in epoch seconds
+        self.started = 1795988029.25 + next(_STARTS)  # of the process, in epoch seconds; no two servers share it
         self.huge_sent = 0
         self._met = {}                  # faults met, by where
         self._inside, self._queued = set(), 0
