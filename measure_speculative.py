@@ -52,6 +52,7 @@ SETTLE_PAUSE_S, SETTLE_LIMIT_S = 0.2, 3.0  # some engines count an answer after 
 FOREIGN_SHARE = 0.01  # counters may run this far above what was received: answers are cut at their end
 STALL_CUTOFF = 8  # times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls
 FEW_PROMPTS = 12  # below this no interval holds its 95% when the prompts are of mixed kinds
+SECRET_LENGTH = 8  # a shorter key, like "local", is a placeholder: it may stand in any answer and stays there
 NEAR_TIE_NATS = 0.5  # rounding moved gaps of a quantised model by 0.10 (median) to 0.50 (99th percentile);
 # bf16 logits between 16 and 32 lie 0.125 apart, and a real pair of servers differed at exactly that gap
 TAIL_CHARACTERS = 60
@@ -290,6 +291,7 @@ class Endpoint:
     timeout_s: float = 300.0
     metrics_url: str | None = None
     engine: str = "unknown"
+    served: tuple[str, ...] = ()  # the models that it lists
 
 
 @dataclass(frozen=True)
@@ -334,7 +336,7 @@ def _connect(host: str, timeout: float, **options: Any) -> http.client.HTTPConne
     return connection
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _opener() -> urllib.request.OpenerDirector:
     """urllib without proxies and without redirects: a request, and the key in it, reaches the named host only."""
     handler = urllib.request.HTTPHandler()
@@ -384,9 +386,9 @@ def same_server(url: str, other: str) -> bool:
     return (a.hostname, a.port or 80) == (b.hostname, b.port or 80)
 
 
-def redacted(text: str, key: str) -> str:
-    """The text without the key; a server may echo it, as it is or as JSON writes it."""
-    if key:
+def redacted(text: str, key: str, least: int = 1) -> str:
+    """The text without a key of `least` characters or more; a server may echo it, as it is or as JSON writes it."""
+    if len(key) >= least:
         for form in {key, json.dumps(key)[1:-1], urllib.parse.quote(key, safe="")}:
             text = text.replace(form, "[key]")
     return text
@@ -483,7 +485,7 @@ def get_text(url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S) -> tupl
             body = b"".join(body_pieces(response))
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
-        return redacted(body.decode("utf-8-sig", "replace"), key), response.headers
+        return redacted(body.decode("utf-8-sig", "replace"), key, SECRET_LENGTH), response.headers
 
 
 def patiently(call: Callable[[], Any], say: Callable[[str], None], who: str) -> tuple[Any, float]:
@@ -520,7 +522,8 @@ def complete(endpoint: Endpoint, messages: Sequence[JSON], **extra: Any) -> Answ
         body["stream_options"] = {"include_usage": True}
     body = {name: value for name, value in {**body, **endpoint.request, **extra}.items() if value is not None}
     started = time.perf_counter()
-    with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s, body)) as response:
+    with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s,
+                                     body)) as response:
         try:
             return _read_answer(response, started, endpoint.key)
         except (OSError, http.client.HTTPException) as error:
@@ -539,7 +542,7 @@ def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -
     at = time.perf_counter()
     text, builder.undecodable = _decoded(body)
     try:
-        event = loads(redacted(text, key).lstrip("\ufeff"))
+        event = loads(redacted(text, key, SECRET_LENGTH).lstrip("\ufeff"))
     except ValueError:
         kind = "an HTML page" if body.lstrip()[:1] == b"<" else "nothing" if not body.strip() else "no valid JSON"
         raise RequestFailed(f"answered with {kind}; is this the base URL of an OpenAI-compatible server?") from None
@@ -600,7 +603,7 @@ class AnswerBuilder:
             self.done, self.last_at = True, at
             return
         try:
-            event = json.loads(redacted(text, self.key) if self.key else text)
+            event = json.loads(redacted(text, self.key, SECRET_LENGTH) if self.key else text)
         except (ValueError, RecursionError):
             self.unreadable += bool(text)
             return
@@ -621,7 +624,7 @@ class AnswerBuilder:
         for choice in choices if isinstance(choices, list) else ():
             self._add_choice(as_dict(choice), at)
         for name in STATISTICS_KEYS:
-            if name in event and event[name]:
+            if event.get(name):
                 self.statistics[name] = event[name]
 
     def _add_choice(self, choice: JSON, at: float) -> None:
@@ -671,7 +674,9 @@ class AnswerBuilder:
             self.statistics, streamed, self.undecodable or damaged or damaged_too,
         )
 
-    def _decode_time(self, timings: JSON, tokens: int | None, streamed: bool) -> tuple[float | None, int | None, str | None]:
+    def _decode_time(
+        self, timings: JSON, tokens: int | None, streamed: bool
+    ) -> tuple[float | None, int | None, str | None]:
         """(seconds, tokens made in them, source): the server's own clock where it tells it, else the stream's."""
         told_ms, told_n = as_number(timings.get("predicted_ms")), as_count(timings.get("predicted_n"))
         if told_ms and told_n and told_n > 1:
@@ -719,9 +724,7 @@ def _text_of(value: Any) -> str:
 
 def _joined(parts: list[str], key: str) -> tuple[str, bool]:
     """(text, whether half a surrogate pair had to become U+FFFD): two halves may come in two events."""
-    text = "".join(parts)
-    if len(key) >= 8:  # a shorter word, like "local", is a placeholder and may stand in any text
-        text = redacted(text, key)
+    text = redacted("".join(parts), key, SECRET_LENGTH)
     try:
         text.encode("utf-8")
         return text, False
@@ -734,7 +737,7 @@ def _joined(parts: list[str], key: str) -> tuple[str, bool]:
 
 
 class Sample(NamedTuple):
-    """One sample of a metrics page (a tuple, since pages hold thousands); `series` is its name as the server wrote it."""
+    """One sample of a metrics page; `series` is its name as the server wrote it.  A tuple, since pages hold thousands."""
 
     name: str
     labels: tuple[tuple[str, str], ...]  # sorted by label name
@@ -906,7 +909,15 @@ def counter_growth(before: Snapshot, after: Snapshot) -> Growth:
     fell = any(s.value < old.get((s.name, s.labels), 0.0) for s in new)
     if before.process != after.process or reborn or lost or fell:
         return Growth(None, "counters were reset during the run: the server was restarted", reset=True)
-    return Growth(tuple(s._replace(value=s.value - old.get((s.name, s.labels), 0.0)) for s in new))
+    return Growth(tuple(
+        s._replace(value=s.value - old.get((s.name, s.labels), 0.0), kind="rounded" if is_rounded(s) else s.kind)
+        for s in new
+    ))
+
+
+def is_rounded(sample: Sample) -> bool:
+    """Whether llama.cpp wrote the counter with its six digits, so that a small growth is lost in the rounding."""
+    return "llamacpp" in sample.name and sample.value >= 1e6 and position_of(sample) is None
 
 
 def added_growth(parts: Sequence[Growth]) -> Growth:
@@ -944,8 +955,8 @@ def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: int | None)
 
 def generated_tokens(growth: Growth) -> float | None:
     """Tokens that the server says it generated meanwhile, None where its page does not tell."""
-    values = [s.value for s in growth.samples or () if _GENERATED.match(s.name)]
-    return sum(values) if values else None
+    found = [s for s in growth.samples or () if _GENERATED.match(s.name)]
+    return sum(s.value for s in found) if found and all(s.kind != "rounded" for s in found) else None
 
 
 # ---- acceptance -------------------------------------------------------------------------------------------
@@ -966,14 +977,16 @@ class Acceptance:
     rejections: int | None = None  # steps that ended in one; else derived from the positions
 
 
-def _from_histogram(source: str, block: JSON, steps: str, drafted: str, accepted: str, histogram: str) -> Acceptance | None:
-    """From a block with a histogram h: h[j] steps had exactly j drafts accepted, so position i has the sum over j > i."""
+def _from_histogram(source: str, block: JSON, steps: str, drafted: str, accepted: str,
+                    histogram: str) -> Acceptance | None:
+    """From a block with a histogram: h[j] steps had exactly j drafts accepted, so position i has the sum over j > i."""
     if as_count(block.get(steps)) is None and as_count(block.get(accepted)) is None:
         return None
     raw = block.get(histogram)
     counts = [as_count(value) or 0 for value in raw] if isinstance(raw, list) else []
     positions = tuple(sum(counts[i:]) for i in range(1, len(counts))) if counts else None
-    return Acceptance(source, as_count(block.get(steps)), as_count(block.get(drafted)), as_count(block.get(accepted)), positions)
+    return Acceptance(source, as_count(block.get(steps)), as_count(block.get(drafted)), as_count(block.get(accepted)),
+                      positions)
 
 
 def from_timings(statistics: JSON) -> Acceptance | None:
@@ -994,7 +1007,8 @@ def from_vllm_answer(statistics: JSON) -> Acceptance | None:
 
 def from_sglang_answer(statistics: JSON) -> Acceptance | None:
     """SGLang asked for return_spec_tokens_details, or its own route's meta_info; drafted is nominal there."""
-    block = as_dict(as_dict(statistics.get("sglext")).get("spec_tokens_details")) or as_dict(statistics.get("meta_info"))
+    details = as_dict(statistics.get("sglext")).get("spec_tokens_details")
+    block = as_dict(details) or as_dict(statistics.get("meta_info"))
     return _from_histogram("response", block, "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts",
                            "spec_correct_drafts_histogram")
 
@@ -1008,7 +1022,8 @@ def from_tensorrt_choice(statistics: JSON) -> Acceptance | None:
 def from_lm_studio(statistics: JSON) -> Acceptance | None:
     """LM Studio's `stats`; drafts it ignored were never verified and do not count as drafted."""
     stats = as_dict(statistics.get("stats"))
-    accepted, rejected = as_count(stats.get("accepted_draft_tokens_count")), as_count(stats.get("rejected_draft_tokens_count"))
+    accepted = as_count(stats.get("accepted_draft_tokens_count"))
+    rejected = as_count(stats.get("rejected_draft_tokens_count"))
     if accepted is None or rejected is None:
         return None
     return Acceptance("response", None, accepted + rejected, accepted)
@@ -1040,9 +1055,9 @@ ANSWER_SOURCES = (
 
 
 def _counted(samples: Sequence[Sample], name: str) -> int | None:
-    """Sum over the series of a counter, written with or without `_total`; None where there are none."""
-    values = [s.value for s in samples if s.name in (name, name + "_total") and position_of(s) is None]
-    return round(sum(values)) if values else None
+    """Sum over the series of a counter, named with or without `_total`; None where there are none, or only rounded."""
+    found = [s for s in samples if s.name in (name, name + "_total") and position_of(s) is None]
+    return round(sum(s.value for s in found)) if found and all(s.kind != "rounded" for s in found) else None
 
 
 def _positions(samples: Sequence[Sample], name: str) -> tuple[int, ...] | None:
@@ -1059,9 +1074,8 @@ def from_draft_counters(samples: Sequence[Sample], tokens: int | None, answers: 
     """llama.cpp, vLLM, LMDeploy, and gateways that rename them: drafts, drafted, accepted and accepted per position."""
     for prefix in ("llamacpp:", "vllm:", "lmdeploy:", "lemonade_llamacpp_"):
         stem = prefix + "spec_decode_num_"
-        steps = _counted(samples, stem + "drafts")
-        if steps is not None:
-            positions = _positions(samples, stem + "accepted_tokens_per_pos")
+        if any(s.name.startswith(stem) for s in samples):
+            steps, positions = _counted(samples, stem + "drafts"), _positions(samples, stem + "accepted_tokens_per_pos")
             accepted = _counted(samples, stem + "accepted_tokens")
             if positions and "llama" in prefix:
                 accepted = sum(positions)  # its scalars carry six digits only
@@ -1080,7 +1094,8 @@ def from_old_vllm_counters(samples: Sequence[Sample], tokens: int | None, answer
 
 def from_old_llama_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
     """llama.cpp forks and unmerged builds under two older spellings."""
-    for drafted, accepted in (("draft_tokens", "draft_tokens_accepted"), ("spec_tokens_drafted", "spec_tokens_accepted")):
+    for drafted, accepted in (("draft_tokens", "draft_tokens_accepted"),
+                              ("spec_tokens_drafted", "spec_tokens_accepted")):
         count = _counted(samples, "llamacpp:" + drafted)
         if count is not None:
             steps = _counted(samples, "llamacpp:draft_verify_steps")
@@ -1113,10 +1128,11 @@ def from_tensorrt_counters(samples: Sequence[Sample], tokens: int | None, answer
 
 def from_tgi_histogram(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
     """TGI records accepted tokens once per generation step, the prefill of each answer included."""
-    count, total = _counted(samples, "tgi_request_skipped_tokens_count"), _counted(samples, "tgi_request_skipped_tokens_sum")
+    stem = "tgi_request_skipped_tokens_"
+    count, total = _counted(samples, stem + "count"), _counted(samples, stem + "sum")
     if count is None or total is None:
         return None
-    below = {s.label("le"): s.value for s in samples if s.name == "tgi_request_skipped_tokens_bucket"}
+    below = {s.label("le"): s.value for s in samples if s.name == stem + "bucket"}
     positions: list[int] = []
     while str(len(positions)) in below or f"{len(positions)}.0" in below:
         i = len(positions)
@@ -1311,7 +1327,8 @@ class Run:
         return [reading for reading in self.readings if reading.answer is not None]
 
 
-def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "paired", concurrency: int = 1) -> list[Block]:
+def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "paired",
+              concurrency: int = 1) -> list[Block]:
     """The blocks in the order to be measured; `workloads` names the workload of each prompt.
 
     Paired: all arms back to back for each prompt, the order rotating at every pair, so that drift and the
@@ -1393,12 +1410,18 @@ class Recorder:
             sys.stderr.write("\r" + " " * 78 + "\r")
 
 
-def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Callable[[str], None]) -> Reading:
-    """Send one planned request; whatever goes wrong becomes the reading's error."""
+def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Callable[[str], None],
+                 is_first: bool = False) -> Reading:
+    """Send one planned request; whatever goes wrong becomes the reading's error.
+
+    UsageError if it is the first that this server sees and is refused as it is.
+    """
     reading = Reading(endpoint.arm, shot.prompt, prompt.id, prompt.workload, shot.repeat, shot.place)
     try:
         answer, waited = patiently(lambda: complete(endpoint, prompt.messages), say, f"{endpoint.arm} ({endpoint.api})")
     except RequestFailed as error:
+        if is_first:
+            refused_for_good(endpoint, error)
         return replace(reading, error=f"{endpoint.arm} server {endpoint.api}: {error}")
     if endpoint.engine == "koboldcpp":
         with contextlib.suppress(RequestFailed, ValueError):
@@ -1407,8 +1430,9 @@ def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Callable[[
 
 
 def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], shared: bool,
-            recorder: Recorder, concurrency: int = 1) -> bool:
-    """Carry out the plan; True if it was interrupted.  `shared`: all arms are one server, so its counters are of all."""
+            recorder: Recorder, concurrency: int = 1, warmed: bool = True) -> bool:
+    """Carry out the plan; True if it was interrupted.  `shared`: all arms are one server, and its counters of all."""
+    heard = set(range(len(endpoints))) if warmed else set()
     try:
         for block in plan:
             arms = dict.fromkeys(shot.arm for shot in block.shots)
@@ -1418,7 +1442,9 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
                 waiting = _take_at_once(block.shots, endpoints, prompts, recorder, concurrency)
             else:
                 for shot in block.shots:
-                    recorder.add(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say))
+                    is_first = shot.arm not in heard
+                    heard.add(shot.arm)
+                    recorder.add(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say, is_first))
             elapsed_s = time.perf_counter() - started
             taken = recorder.readings[first:]
             for arm, before in befores.items():
@@ -1428,7 +1454,8 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
                 after = settled_snapshot(endpoints[arm], before, tokens) if before.samples is not None else before
                 answers = sum(1 for r in mine if r.answer and r.answer.completion_tokens != 0)
                 failed = sum(1 for r in mine if not r.answer)
-                recorder.add_counted(Counted(name, block.workload, block.shots[0].repeat, before, after, tokens, answers,
+                recorder.add_counted(Counted(name, block.workload, block.shots[0].repeat, before, after, tokens,
+                                             answers,
                                              failed, elapsed_s, waiting))
     except KeyboardInterrupt:
         return True
@@ -1440,7 +1467,8 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
 def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], recorder: Recorder,
                   concurrency: int) -> float | None:
     """A closed loop of `concurrency` requests in flight; returns the most requests that were seen queueing."""
-    waiting_shots, done = queue.SimpleQueue(), queue.SimpleQueue()  # type: queue.SimpleQueue[Shot], queue.SimpleQueue[Reading]
+    waiting_shots: queue.SimpleQueue[Shot] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Reading] = queue.SimpleQueue()
     for shot in shots:
         waiting_shots.put(shot)
 
@@ -1482,7 +1510,8 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Callable[[str], None
         for number, endpoint in enumerate(endpoints):
             who = f"{endpoint.arm} ({endpoint.api})"
             try:
-                answers[number], _waited = patiently(lambda e=endpoint: complete(e, messages), say, who)  # type: ignore[misc]
+                ask = functools.partial(complete, endpoint, messages)
+                answers[number], _ = patiently(ask, say, who)
             except RequestFailed as error:
                 refused_for_good(endpoint, error)
                 say(f"warm-up: {endpoint.arm} server {endpoint.api}: {error}")
@@ -1492,10 +1521,12 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Callable[[str], None
 def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
     """UsageError if the server refuses the request itself, so that asking again cannot help."""
     if error.status in (400, 401, 403, 404, 405, 413, 415, 422):
-        raise UsageError(
-            f"{endpoint.arm} server {endpoint.api} refuses the request: {error}; a null in --extra-body removes a field "
-            "from the request, as in --extra-body '{\"seed\": null}'"
-        )
+        way_out = "a null removes a field from the request, as in --extra-body '{\"seed\": null}'"
+        if endpoint.served and endpoint.model not in endpoint.served:
+            way_out = f"it lists these models: {', '.join(endpoint.served)}"
+        elif error.status in (401, 403):
+            way_out = "it wants a key, see --api-key-env"
+        raise UsageError(f"{endpoint.arm} server {endpoint.api} refuses the request: {error}; {way_out}")
 
 
 def sum_known(values: Iterable[int | None]) -> int | None:
@@ -1589,7 +1620,8 @@ def divergence(baseline: Reading, candidate: Reading, unstable: bool) -> JSON | 
             "baseline_tokens": baseline.answer.completion_tokens,
             "speculative_tokens": candidate.answer.completion_tokens,
             # a text that stops early under an equal count: tokens were counted that were never delivered
-            "count_suspicious": kind.endswith("prefix") and same_count and baseline.answer.completion_tokens is not None,
+            "count_suspicious": kind.endswith("prefix") and same_count
+            and baseline.answer.completion_tokens is not None,
             "triage": None,
         }
     return None
@@ -1634,7 +1666,8 @@ def ask_for_gap(baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, ot
                 "reason": f"no log probabilities: {error}"}
     text = own.content if found["where"] == "content" else own.reasoning
     rest = other.content if found["where"] == "content" else other.reasoning
-    return gap_finding(body, text.encode("utf-8"), rest.encode("utf-8"), found["first_difference_at_byte"])
+    gap = gap_finding(body, text.encode("utf-8"), rest.encode("utf-8"), found["first_difference_at_byte"])
+    return {name: redacted(v, baseline.key, SECRET_LENGTH) if isinstance(v, str) else v for name, v in gap.items()}
 
 
 def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
@@ -1642,9 +1675,11 @@ def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
     body: JSON = {"model": endpoint.model, "messages": list(prompt.messages), "stream": False, **endpoint.request,
                   "logprobs": True, "top_logprobs": 20}
     body = {name: value for name, value in body.items() if value is not None}
-    with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s, body)) as response:
+    with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s,
+                                     body)) as response:
         try:
-            answer = loads(b"".join(body_pieces(response)).decode("utf-8", "replace"))
+            text = b"".join(body_pieces(response)).decode("utf-8", "replace")
+            answer = loads(redacted(text, endpoint.key, SECRET_LENGTH))
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise RequestFailed(_connection_trouble(error, endpoint.timeout_s, endpoint.key)) from None
     choices = as_dict(answer).get("choices")
@@ -1739,7 +1774,7 @@ def bisected(value_at: Callable[[float], float], wanted: float, low: float, high
 
 
 def alpha_needed(k: int, step_cost: float) -> tuple[str, float | None]:
-    """("alpha", the alpha at which k drafts pay for a step that costs so many target steps), ("any", 0) or ("cannot-pay", None)."""
+    """("alpha", the alpha at which k drafts pay for a step of this cost in target steps), ("any", 0), ("cannot-pay", None)."""
     check_arithmetic(k=k)
     if step_cost <= 1.0:
         return "any", 0.0
@@ -1828,7 +1863,7 @@ def t_probability(t: float, df: int) -> float:
     return 2 / math.pi * (theta + (sine * total if df > 1 else 0.0))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def t_quantile(df: int, level: float = 0.95) -> float:
     """The t that a Student variable with `df` degrees of freedom stays within, in absolute value, at this level."""
     return bisected(lambda t: t_probability(t, df), level, 0.0, 1e4)
@@ -1963,17 +1998,46 @@ def spread_of(values: Sequence[float]) -> JSON | None:
     return {"p50": median(values), "mean": math.fsum(values) / len(values), "max": max(values)}
 
 
-def block_rates(run: Run, blocks: set[tuple[str, int]], workload: str | None) -> dict[tuple[str, int], float]:
-    """Tokens per second of each block under load: tokens of the block over its elapsed time."""
-    return {
-        (c.workload, c.repeat): c.tokens / c.elapsed_s for c in run.counted
-        if workload in (None, c.workload) and (c.workload, c.repeat) in blocks and c.tokens and c.elapsed_s > 0
-    }
+class Unit(NamedTuple):
+    """One measured speed: of a pair, in the group of its prompt; under load of a block, a group of its own."""
+
+    group: Any
+    tokens: int | None
+    seconds: float | None
+    clock: str | None = None
+
+
+def units_of(run: Run, runs: Sequence[Run], workload: str | None = None, decode: bool = False) -> dict[Any, Unit]:
+    """What the speeds of this arm are made of: the pairs, or under load the blocks, that all of `runs` completed."""
+    if run.conditions["concurrency"] > 1 and not decode:
+        blocks = usable_blocks(runs)
+        counted = {(c.workload, c.repeat): c for c in run.counted if workload in (None, c.workload)}
+        return {key: Unit(key, c.tokens, c.elapsed_s) for key, c in counted.items() if key in blocks}
+    pairs, units = usable_pairs(runs), {}
+    for reading in run.readings:
+        answer = reading.answer
+        if answer and reading.pair in pairs and workload in (None, reading.workload):
+            units[reading.pair] = Unit(reading.prompt_index, answer.completion_tokens, answer.latency_s)
+            if decode:
+                clock = (answer.decode_source or "none").partition("-")[0]
+                units[reading.pair] = Unit(reading.prompt_index, answer.decode_tokens, answer.decode_s, clock)
+    return units
+
+
+def log_rates(units: dict[Any, Unit], against: dict[Any, Unit] | None = None) -> list[list[float]]:
+    """ln tokens/s of each group's units, or ln of their ratio to the same units of another arm (same clocks only)."""
+    groups: dict[Any, list[float]] = {}
+    for key, unit in units.items():
+        other = against.get(key) if against is not None else Unit(None, 1, 1.0, unit.clock)
+        rate, base = ratio_of(unit.tokens, unit.seconds), ratio_of(other.tokens, other.seconds) if other else None
+        if rate and base and other and other.clock == unit.clock:
+            groups.setdefault(unit.group, []).append(math.log(rate) - math.log(base))
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Speeds of one arm over the pairs that all arms completed; None where a count or a time is unknown."""
+    """Speeds of one arm over what all arms completed; None where a count or a time is unknown."""
 
     tokens_per_s: float | None
     decode_tokens_per_s: float | None
@@ -1984,62 +2048,26 @@ class Figures:
 
 
 def figures_of(run: Run, runs: Sequence[Run], workload: str | None = None) -> Figures:
-    """output_tokens_per_s = tokens / time inside requests; under load, tokens / elapsed time of the blocks."""
+    """tokens/s = tokens / time inside the requests; under load, tokens / elapsed time of the blocks."""
+    units = units_of(run, runs, workload).values()
+    timed = [unit for unit in units_of(run, runs, workload, decode=True).values() if unit.tokens and unit.seconds]
     pairs = usable_pairs(runs)
     answers = [r.answer for r in run.readings if r.answer and r.pair in pairs and workload in (None, r.workload)]
-    tokens = sum_known(answer.completion_tokens for answer in answers)
-    wall_s = math.fsum(answer.latency_s for answer in answers)
-    if run.conditions["concurrency"] > 1:
-        blocks = usable_blocks(runs)
-        mine = [c for c in run.counted if workload in (None, c.workload) and (c.workload, c.repeat) in blocks]
-        tokens, wall_s = sum_known(c.tokens for c in mine), math.fsum(c.elapsed_s for c in mine)
-    timed = [answer for answer in answers if answer.decode_s and answer.decode_tokens]
-    sources = {answer.decode_source for answer in timed}
-    decode = ratio_of(sum(a.decode_tokens or 0 for a in timed), math.fsum(a.decode_s or 0.0 for a in timed))
+    sources = {answer.decode_source for answer in answers if answer.decode_source}
+    wall_s = math.fsum(unit.seconds or 0.0 for unit in units)
+    decode = ratio_of(sum(unit.tokens or 0 for unit in timed), math.fsum(unit.seconds or 0.0 for unit in timed))
     return Figures(
-        ratio_of(tokens, wall_s), decode if len(sources) == 1 else None, sources.pop() if len(sources) == 1 else None,
-        wall_s, spread_of([answer.latency_s for answer in answers]),
+        ratio_of(sum_known(unit.tokens for unit in units), wall_s),
+        decode if len(sources) == 1 else None, sources.pop() if len(sources) == 1 else None, wall_s,
+        spread_of([answer.latency_s for answer in answers]),
         spread_of([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
     )
 
 
-def log_ratios(baseline: Run, candidate: Run, runs: Sequence[Run], workload: str | None, decode: bool = False) -> list[list[float]]:
+def log_ratios(baseline: Run, candidate: Run, runs: Sequence[Run], workload: str | None = None,
+               decode: bool = False) -> list[list[float]]:
     """ln(candidate tokens/s) - ln(baseline tokens/s): a list of repeats for each prompt, or for each pair of blocks."""
-    if baseline.conditions["concurrency"] > 1 and not decode:
-        blocks = usable_blocks(runs)
-        mine, theirs = block_rates(baseline, blocks, workload), block_rates(candidate, blocks, workload)
-        return [[math.log(theirs[key]) - math.log(mine[key])] for key in mine if key in theirs]
-
-    def rate(answer: Answer) -> float | None:
-        if decode:
-            return ratio_of(answer.decode_tokens, answer.decode_s)
-        return ratio_of(answer.completion_tokens, answer.latency_s)
-
-    pairs, others = usable_pairs(runs), {r.pair: r.answer for r in candidate.completed()}
-    logs: dict[int, list[float]] = {}
-    for reading in baseline.completed():
-        other = others.get(reading.pair)
-        if reading.pair not in pairs or workload not in (None, reading.workload) or not reading.answer or not other:
-            continue
-        if decode and (reading.answer.decode_source or "")[:6] != (other.decode_source or "")[:6]:
-            continue
-        before, after = rate(reading.answer), rate(other)
-        if before and after:
-            logs.setdefault(reading.prompt_index, []).append(math.log(after) - math.log(before))
-    return list(logs.values())
-
-
-def speed_estimate(run: Run, runs: Sequence[Run]) -> Estimate | None:
-    """This arm's own tokens/s, as the mean over prompts (blocks, under load) with its interval: for the alarm."""
-    if run.conditions["concurrency"] > 1:
-        return over_prompts([[math.log(rate)] for rate in block_rates(run, usable_blocks(runs), None).values()])
-    pairs = usable_pairs(runs)
-    logs: dict[int, list[float]] = {}
-    for reading in run.completed():
-        rate = ratio_of(reading.answer.completion_tokens, reading.answer.latency_s) if reading.answer else None
-        if rate and reading.pair in pairs:
-            logs.setdefault(reading.prompt_index, []).append(math.log(rate))
-    return over_prompts(list(logs.values()))
+    return log_rates(units_of(candidate, runs, workload, decode), units_of(baseline, runs, workload, decode))
 
 
 def finding(name: str, detail: str, **numbers: Any) -> JSON:
@@ -2056,24 +2084,31 @@ def arm_findings(run: Run) -> list[JSON]:
     elif drafts.growth.samples is None and not any(f["finding"] == "metrics-unavailable" for f in found):
         found.append(finding("metrics-unavailable", drafts.growth.void or "no metrics were read"))
     elif drafts.acceptance is None and spec_delta(drafts.growth):
-        found.append(finding("metrics-unavailable", "the page has speculation counters of an unknown kind; no rate is made of them"))
+        found.append(finding("metrics-unavailable",
+                             "the page has speculation counters of an unknown kind; no rate is made of them"))
     if drafts.disagreement:
         found.append(finding("sources-disagree", drafts.disagreement + "; the answers are believed"))
     rate = (drafts.record() or {}).get("rate")
     if rate is not None and rate > 1:
-        found.append(finding("rate-above-one", f"more tokens accepted than drafted (rate {rate:.3f}): a server's count is wrong", rate=rate))
+        found.append(finding("rate-above-one",
+                             f"more tokens accepted than drafted (rate {rate:.3f}): a server's count is wrong",
+                             rate=rate))
     found += _foreign_traffic(run)
     if drafts.acceptance is None and (mean := run.conditions["server"].get("lifetime_accept_length")):
-        found.append(finding("lifetime-only", f"acceptance is told only as a mean since the server's start ({mean:.2f} tokens "
+        found.append(finding("lifetime-only",
+                             f"acceptance is told only as a mean since the server's start ({mean:.2f} tokens "
                              "per step); it is not of this run", mean_length=mean))
     peak = max((c.waiting or 0.0 for c in run.counted), default=0.0)
     if peak > 0:
         found.append(finding("queueing", f"up to {peak:.0f} requests queued at the server: it holds fewer at once than "
                              f"{run.conditions['concurrency']}, so this level measures the queue", waiting=peak))
     for name, some, words in (
-        ("undecodable-text", [a for a in answers if a.undecodable], "answers held bytes that are no UTF-8, shown as U+FFFD"),
-        ("usage-missing", [a for a in answers if a.completion_tokens is None], "answers came without a token count; rates are left out, never guessed"),
-        ("waited", [r for r in run.readings if r.waited_s > 0], "requests had to wait for a 503 or 429 first (not timed)"),
+        ("undecodable-text", [a for a in answers if a.undecodable],
+         "answers held bytes that are no UTF-8, shown as U+FFFD"),
+        ("usage-missing", [a for a in answers if a.completion_tokens is None],
+         "answers came without a token count; rates are left out, never guessed"),
+        ("waited", [r for r in run.readings if r.waited_s > 0],
+         "requests had to wait for a 503 or 429 first (not timed)"),
     ):
         if some:
             found.append(finding(name, f"{len(some)} {words}", count=len(some)))
@@ -2094,7 +2129,8 @@ def _foreign_traffic(run: Run) -> list[JSON]:
     if generated is None or generated <= received * (1 + FOREIGN_SHARE):
         return []
     extra = round(generated - received)
-    return [finding("foreign-traffic", f"the server generated {extra} tokens more than this program received: another client "
+    return [finding("foreign-traffic", f"the server generated {extra} tokens more than this program received: "
+                                       f"another client "
                     "used it, so speeds, counters and text may be disturbed", foreign_tokens=extra)]
 
 
@@ -2138,7 +2174,7 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
     tokens = sum_known(answer.completion_tokens for answer in answers)
     errors = [reading.error for reading in run.readings if reading.error]
     samples = (answer.statistics.get("timings") for answer in answers)
-    speed = speed_estimate(run, runs)
+    speed = over_prompts(log_rates(units_of(run, runs)))
 
     def one(workload: str) -> JSON:
         mine, speeds = [r for r in completed if r.workload == workload], figures_of(run, runs, workload)
@@ -2157,7 +2193,8 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
         "completed": len(completed), "failed": len(errors), "first_error": errors[0] if errors else None,
         "wall_s": figures.wall_s, "latency_s": figures.latency_s, "ttft_s": figures.ttft_s, "output_tokens": tokens,
         "output_tokens_per_s": figures.tokens_per_s, "decode_tokens_per_s": figures.decode_tokens_per_s,
-        "decode_source": figures.decode_source, "speed": speed.to_json() if speed else None, "tokens_counted_by_server": bool(answers) and tokens is not None,
+        "decode_source": figures.decode_source, "speed": speed.to_json() if speed else None,
+        "tokens_counted_by_server": bool(answers) and tokens is not None,
         "server_timings_sample": next((sample for sample in samples if sample), None),
         "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
         "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(runs)],
@@ -2181,7 +2218,8 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
     decode ratio by construction; c = (X - 1) / drafts per target step.
     """
     result: JSON = {"applies": "no-acceptance", "alpha": None, "alpha_needed": None, "tokens_per_step": None,
-                    "step_cost": None, "draft_cost": None, "chain": None, "best_chain": None, "predicted": None, "fit": fit}
+                    "step_cost": None, "draft_cost": None, "chain": None, "best_chain": None, "predicted": None,
+                    "fit": fit}
     acceptance = drafts.acceptance
     if acceptance is None or not drafts.seen:
         return result
@@ -2203,10 +2241,10 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
         return result
     result["applies"], result["alpha_needed"] = alpha_needed(chain, cost)
     rates = record["per_position"] or ([alpha ** (i + 1) for i in range(chain)] if alpha is not None else None)
-    if rates and (fit or draft_cost is not None):
-        step_cost = (lambda k: fit["verification_cost"] + k * fit["draft_cost"]) if fit else (lambda k: 1 + k * draft_cost)
+    if rates and (fit or (draft_cost is not None and draft_cost >= 0)):
+        verifying, drafting = (fit["verification_cost"], fit["draft_cost"]) if fit else (1.0, draft_cost or 0.0)
         rates = (list(rates) + [0.0] * chain)[:chain]
-        result["predicted"] = predicted_by_chain(rates, step_cost, max(2 * chain, 2))
+        result["predicted"] = predicted_by_chain(rates, lambda k: verifying + k * drafting, max(2 * chain, 2))
         best = max(result["predicted"], key=lambda entry: entry["predicted_speedup"])
         off = {"chain": 0, "predicted_speedup": 1.0, "extrapolated": False}
         result["best_chain"] = best if best["predicted_speedup"] > 1 else off
@@ -2233,15 +2271,20 @@ def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_draft
     if a["shared_server"]:
         found.append(finding("same-server", "both arms are the same server: this measures the noise, not speculation"))
     elif base_drafts.seen:
-        found.append(finding("baseline-drafting", "the baseline server drafts too, so this is no comparison with plain decoding"))
+        found.append(finding("baseline-drafting",
+                             "the baseline server drafts too, so this is no comparison with plain decoding"))
     if drafts.seen is False and not a["shared_server"]:
-        found.append(finding("not-drafting", "speculation did not run: no draft was seen on the speculative server, so its "
+        found.append(finding("not-drafting",
+                             "speculation did not run: no draft was seen on the speculative server, so its "
                              "speed says nothing about speculation"))
-    cached = [sum(r.answer.cached_tokens or 0 for r in run.completed() if r.answer and r.pair in usable_pairs(runs))
+    pairs = usable_pairs(runs)
+    cached = [sum_known(r.answer.cached_tokens for r in run.readings if r.answer and r.pair in pairs)
               for run in (baseline, candidate)]
-    prompt = sum(r.answer.prompt_tokens or 0 for r in baseline.completed() if r.answer)
-    if abs(cached[0] - cached[1]) > max(0.01 * prompt, 1) and not a["shared_server"]:
-        found.append(finding("cache-differs", f"prompt tokens from the cache: baseline {cached[0]}, {candidate.arm} {cached[1]}; "
+    prompt = sum(r.answer.prompt_tokens or 0 for r in baseline.readings if r.answer and r.pair in pairs)
+    known = cached[0] is not None and cached[1] is not None and not a["shared_server"]
+    if known and abs((cached[0] or 0) - (cached[1] or 0)) > max(0.01 * prompt, 1):
+        found.append(finding("cache-differs",
+                             f"prompt tokens from the cache: baseline {cached[0]}, {candidate.arm} {cached[1]}; "
                              "compare with the cache off or equally warm", baseline=cached[0], speculative=cached[1]))
     for name, words, mine, theirs in (
         ("model-differs", "model", a["model"], b["model"]),
@@ -2250,15 +2293,19 @@ def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_draft
         ("build-differs", "build", f"{a['engine']} {a['engine_version']}", f"{b['engine']} {b['engine_version']}"),
     ):
         if mine != theirs and mine is not None and theirs is not None:
-            found.append(finding(name, f"{words}: baseline {mine}, {candidate.arm} {theirs}", baseline=mine, speculative=theirs))
+            found.append(finding(name, f"{words}: baseline {mine}, {candidate.arm} {theirs}", baseline=mine,
+                                 speculative=theirs))
     units = "pairs of blocks" if a["concurrency"] > 1 else "prompts"
     if len(logs) < 2:
-        found.append(finding("few-prompts", f"no interval: it takes at least two {units} measured on both servers", prompts=len(logs)))
+        found.append(finding("few-prompts", f"no interval: it takes at least two {units} measured on both servers",
+                             prompts=len(logs)))
     elif len(logs) < FEW_PROMPTS:
-        found.append(finding("few-prompts", f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow when "
+        found.append(finding("few-prompts",
+                             f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow when "
                              "they are of mixed kinds", prompts=len(logs)))
     if stalls := stall_count(logs):
-        found.append(finding("stalls", f"{stalls} repeats lie far from their prompt's median (kept in the figures)", count=stalls))
+        found.append(finding("stalls", f"{stalls} repeats lie far from their prompt's median (kept in the figures)",
+                             count=stalls))
     if baseline.interrupted or candidate.interrupted:
         found.append(finding("interrupted", "the measurement was interrupted; this is what was finished"))
     return found
@@ -2268,13 +2315,15 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
                       fit: JSON | None = None, forced: Sequence[str] = ()) -> JSON:
     """What the lab notebook keeps of one candidate against the baseline."""
     base_drafts, drafts = drafts_of(baseline), drafts_of(candidate)
-    logs, mine, theirs = log_ratios(baseline, candidate, runs, None), figures_of(baseline, runs), figures_of(candidate, runs)
-    speed, decode = over_prompts(logs), over_prompts(log_ratios(baseline, candidate, runs, None, decode=True))
+    mine, theirs = figures_of(baseline, runs), figures_of(candidate, runs)
+    logs = log_ratios(baseline, candidate, runs)
+    speed, decode = over_prompts(logs), over_prompts(log_ratios(baseline, candidate, runs, decode=True))
     here = over_repeats(logs)
     about, base_about = candidate.conditions, baseline.conditions
     audit = pair_findings(baseline, candidate, runs, base_drafts, drafts, logs)
     if forced:
-        audit.append(finding("conditions-differ", f"compared by --force although these differ: {', '.join(forced)}", fields=list(forced)))
+        audit.append(finding("conditions-differ", f"compared by --force although these differ: {', '.join(forced)}",
+                             fields=list(forced)))
     idle = any(entry["finding"] == "not-drafting" for entry in audit)
     texts = compare_texts(baseline, candidate, triage)
 
@@ -2301,7 +2350,8 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         "more_prompts": None if idle or verdict_of(speed, min_gain) != "undecided" else more_prompts(logs, min_gain),
         "workloads": [one(workload) for workload in workloads_of(runs)],
         "acceptance": drafts.record(), "break_even": explanation(mine, theirs, drafts, fit),
-        "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"), "speculative": (theirs.latency_s or {}).get("p50")},
+        "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"),
+                          "speculative": (theirs.latency_s or {}).get("p50")},
         "text_comparison": {**texts, "divergences": texts["divergences"][:LISTED_DIVERGENCES]},
         "audit": audit, "max_tokens": about["request"].get("max_tokens"), "repeats": about["repeats"],
         "prompt_count": len(about["prompts"]), "prompts_sha256": prompts_digest(about),
@@ -2326,7 +2376,8 @@ class Result:
         return self.endpoints + self.comparisons
 
 
-def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str, JSON], forced: Sequence[str] = ()) -> Result:
+def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str, JSON],
+              forced: Sequence[str] = ()) -> Result:
     """Everything that is said about the arms of one level.
 
     Arms that completed nothing stay as records of their failure; the others are compared, if a baseline is among them.
@@ -2340,17 +2391,18 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
     told = [(explanation(plain, figures_of(run, alive), drafts_of(run)), drafts_of(run)) for run in candidates]
     fit = fit_of(told)
     comparisons = [
-        comparison_record(baseline, run, alive, label, min_gain, triage.get(run.arm, {}), fit, forced) for run in candidates
+        comparison_record(baseline, run, alive, label, min_gain, triage.get(run.arm, {}), fit, forced)
+        for run in candidates
     ]
     return Result(endpoints, against_best(comparisons, candidates, alive))
 
 
 def against_best(comparisons: list[JSON], candidates: Sequence[Run], runs: Sequence[Run]) -> list[JSON]:
-    """The comparisons, each with its own paired ratio to the fastest candidate, so that real differences can be told."""
+    """The comparisons, each with its paired ratio to the fastest candidate, so that real differences can be told."""
     speeds = [(record["speedup"] or {}).get("ratio") or 0.0 for record in comparisons]
     best = candidates[speeds.index(max(speeds))] if speeds else None
     for record, run in zip(comparisons, candidates):
-        behind = None if run is best or best is None else over_prompts(log_ratios(best, run, runs, None))
+        behind = None if run is best or best is None else over_prompts(log_ratios(best, run, runs))
         record["against_best"] = {"best": best.arm, **behind.to_json()} if behind and best else None
     return comparisons
 
@@ -2415,7 +2467,8 @@ def check_appendable(path: str) -> None:
         if not existed:
             os.remove(path)
     except OSError as error:
-        raise UsageError(f"cannot write the lab notebook {path}: {error.strerror}; another path: --labbook FILE") from None
+        raise UsageError(f"cannot write the lab notebook {path}: {error.strerror}; another path: --labbook "
+                         f"FILE") from None
 
 
 def read_json_lines(path: str, warn: Callable[[str], None]) -> list[JSON]:
@@ -2438,10 +2491,12 @@ def read_json_lines(path: str, warn: Callable[[str], None]) -> list[JSON]:
 
 def reading_to_json(reading: Reading) -> JSON:
     """A line of the run file: the reading and its answer in one flat object."""
-    flat = {name: getattr(reading, name) for name in ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")}
+    place = ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")
+    flat = {name: getattr(reading, name) for name in place}
     answer = asdict(reading.answer) if reading.answer else {}
     timings = as_dict(answer.get("statistics")).get("timings")
-    return {"kind": "reading", **flat, **answer, "timings": timings, "waited_s": reading.waited_s, "error": reading.error}
+    return {"kind": "reading", **flat, **answer, "timings": timings, "waited_s": reading.waited_s,
+            "error": reading.error}
 
 
 def reading_from_json(line: JSON) -> Reading:
@@ -2449,7 +2504,8 @@ def reading_from_json(line: JSON) -> Reading:
     answer = None
     if line["error"] is None:
         answer = Answer(**{name: line[name] for name in Answer.__dataclass_fields__})
-    return Reading(line["arm"], line["prompt_index"], line["prompt_id"], line["workload"], line["repeat"], line["place"],
+    return Reading(line["arm"], line["prompt_index"], line["prompt_id"], line["workload"], line["repeat"],
+                   line["place"],
                    answer, line["error"], line["waited_s"])
 
 
@@ -2466,7 +2522,8 @@ def _snapshot_to_json(snapshot: Snapshot) -> JSON:
 def _snapshot_from_json(value: JSON) -> Snapshot:
     rows = value["samples"]
     samples = None if rows is None else tuple(
-        Sample(name, tuple((k, v) for k, v in labels), number, kind, series) for name, labels, number, kind, series in rows
+        Sample(name, tuple((k, v) for k, v in labels), number, kind, series) for name, labels, number, kind,
+        series in rows
     )
     return Snapshot(samples, value["unavailable"], value["process"])
 
@@ -2489,14 +2546,16 @@ def read_runs(path: str, warn: Callable[[str], None]) -> tuple[list[Run], dict[s
             elif kind == "counted":
                 run = runs[level[arm]]
                 fields = {name: line[name] for name in Counted.__dataclass_fields__ if name not in ("before", "after")}
-                block = Counted(before=_snapshot_from_json(line["before"]), after=_snapshot_from_json(line["after"]), **fields)
+                block = Counted(before=_snapshot_from_json(line["before"]), after=_snapshot_from_json(line["after"]),
+                                **fields)
                 runs[level[arm]] = replace(run, counted=(*run.counted, block))
             elif kind == "end":
                 runs[level[arm]] = replace(runs[level[arm]], interrupted=line["interrupted"])
             elif kind == "triage":
                 triage.setdefault(arm, {})[str(line["prompt_index"])] = line["triage"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"{path}: object {number} is no line of a run file ({error!r}); give a file of --save-run") from None
+            raise UsageError(f"{path}: object {number} is no line of a run file ({error!r}); give a file of "
+                             f"--save-run") from None
     if not runs:
         raise UsageError(f"{path} holds no run; give a file of --save-run")
     return list(runs.values()), triage
@@ -2557,7 +2616,8 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int 
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     lines.insert(depth, ["-" * width for width in widths])
     return "\n".join(
-        "  ".join(cell.ljust(width) if i < words else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths))).rstrip()
+        "  ".join(cell.ljust(width) if i < words else cell.rjust(width) for i,
+                  (cell, width) in enumerate(zip(line, widths))).rstrip()
         for line in lines
     )
 
@@ -2589,11 +2649,14 @@ def workload_rows(record: JSON) -> list[list[str]]:
 def endpoint_lines(records: Sequence[JSON]) -> list[str]:
     """Who was measured, and how much of it came back."""
     rows = [[
-        record["label"].rsplit("/", 1)[-1], record["base_url"], f"{record['engine']} {record['engine_version']}".replace(" unknown", ""),
-        f"{record['completed']} of {record['requests']}", figure(record["output_tokens_per_s"]), figure(record["decode_tokens_per_s"]),
+        record["label"].rsplit("/", 1)[-1], record["base_url"],
+        f"{record['engine']} {record['engine_version']}".replace(" unknown", ""),
+        f"{record['completed']} of {record['requests']}", figure(record["output_tokens_per_s"]),
+        figure(record["decode_tokens_per_s"]),
         figure(((record["ttft_s"] or {}).get("p50") or 0) * 1000, 0) if record["ttft_s"] else "-",
     ] for record in records]
-    return [text_table(("Server", "URL", "Engine", "Completed", "Tokens/s", "Decode tokens/s", "First token ms"), rows, 3)]
+    return [text_table(("Server", "URL", "Engine", "Completed", "Tokens/s", "Decode tokens/s", "First token ms"),
+                       rows, 3)]
 
 
 def explanation_lines(record: JSON) -> list[str]:
@@ -2604,31 +2667,41 @@ def explanation_lines(record: JSON) -> list[str]:
         return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
     lines = [f"Why: {figure(length)} tokens per target step"]
     if cost is None:
-        return [lines[0] + "; the cost of a step is unknown (both servers' decode times are needed, from the same kind of clock)."]
+        return [lines[0] + "; the cost of a step is unknown (both servers' decode times are needed, from the same "
+                           "kind of clock)."]
     lines[0] += f", and a step costs {cost:.2f} target steps: it takes more tokens per step than that to pay."
     rate = f"accepted/drafted {figure(acceptance.get('rate'))} is another figure, not alpha"
     if why["applies"] == "alpha":
-        lines.append(f"     alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} and this cost ({rate}).")
+        lines.append(f"     alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length "
+                     f"{chain} and this cost ({rate}).")
     elif why["applies"] == "any":
-        lines.append("     A step costs no more than a plain one: any acceptance pays (check the timing if that surprises you).")
+        lines.append("     A step costs no more than a plain one: any acceptance pays (check the timing if that "
+                     "surprises you).")
     elif why["applies"] == "cannot-pay":
-        lines.append(f"     That is more than the {chain + 1} tokens a step can bring at chain length {chain}: it cannot pay at any acceptance.")
+        lines.append(f"     That is more than the {chain + 1} tokens a step can bring at chain length {chain}: it "
+                     f"cannot pay at any acceptance.")
     elif why["applies"] == "varying-chain":
-        lines.append(f"     Drafts vary in length (mean {figure(chain)}), so the formula for a fixed chain is not applicable; {rate}.")
+        lines.append(f"     Drafts vary in length (mean {figure(chain)}), so the formula for a fixed chain is not "
+                     f"applicable; {rate}.")
     if acceptance.get("accepted") == 0 and acceptance.get("drafted"):
-        lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and target share a tokenizer.")
+        lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
+                     "target share a tokenizer.")
     if why["fit"]:
-        lines.append(f"     Fitted over {why['fit']['runs']} chain lengths: verifying costs {why['fit']['verification_cost']:.2f} target steps, "
+        lines.append(f"     Fitted over {why['fit']['runs']} chain lengths: verifying costs "
+                     f"{why['fit']['verification_cost']:.2f} target steps, "
                      f"each drafted token {why['fit']['draft_cost']:.3f}; the advice below rests on this fit.")
     elif why["draft_cost"] is not None:
-        lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; with one chain length measured, the growth of the "
+        lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; with one chain length "
+                     f"measured, the growth of the "
                      "verification cost is inside that.")
     if why["predicted"]:
-        told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x" + ("*" if p["extrapolated"] else "") for p in why["predicted"][:12])
+        told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x" + ("*" if p["extrapolated"] else "")
+                         for p in why["predicted"][:12])
         best = why["best_chain"]
         lines.append(f"     Predicted by chain length: {told} (* extrapolated).")
         lines.append("     Best chain length: " + (
-            f"{best['chain']} ({best['predicted_speedup']:.2f}x{', extrapolated' if best['extrapolated'] else ''})." if best["chain"]
+            f"{best['chain']} ({best['predicted_speedup']:.2f}x{', extrapolated' if best['extrapolated'] else ''})."
+            if best["chain"]
             else "none; no draft is faster than any that was predicted."))
     return lines
 
@@ -2642,7 +2715,8 @@ def position_lines(acceptance: JSON | None) -> list[str]:
     shown = [i for i, rate in enumerate(rates) if sum(rates[i:]) >= 0.05 or i == 0][-1] + 1
     for i, rate in enumerate(rates[: shown + 1][:20]):
         before = rates[i - 1] if i else 1.0
-        lines.append(f"  {i + 1:>3}  {rate:.3f}  {figure(ratio_of(rate, before), 3):>5}  {'#' * round(40 * min(rate, 1.0))}")
+        lines.append(f"  {i + 1:>3}  {rate:.3f}  {figure(ratio_of(rate, before), 3):>5}  "
+                     f"{'#' * round(40 * min(rate, 1.0))}")
     if shown < len(rates):
         lines.append(f"  Position {shown + 1} onward adds {sum(rates[shown:]):.2f} tokens per step.")
     return lines
@@ -2652,39 +2726,51 @@ def text_lines(record: JSON) -> list[str]:
     """What became of the text: each server against itself, then against each other, then the differences."""
     texts, name = record["text_comparison"], candidate_name(record)
     lines = []
-    for words, own in (("baseline against itself", texts["baseline_self"]), (f"{name} against itself", texts["speculative_self"])):
+    for words, own in (("baseline against itself", texts["baseline_self"]),
+                       (f"{name} against itself", texts["speculative_self"])):
         if own["compared"]:
             warm = f" (warm repeats: {own['warm_identical']} of {own['warm_compared']})" if own["warm_compared"] else ""
             lines.append(f"Text: {words}: {own['identical']} of {own['compared']} repeats identical{warm}.")
     lines.append(f"Text: baseline against {name}: {texts['identical']} of {texts['compared']} identical"
-                 + "".join(f", {texts[key]} {words}" for key, words in (("empty", "both empty (no evidence)"), ("failed", "not comparable")) if texts[key])
+                 + "".join(f", {texts[key]} {words}" for key,
+                           words in (("empty", "both empty (no evidence)"), ("failed", "not comparable")) if texts[key])
                  + ".")
     if texts["divergent"] and not texts["baseline_self"]["compared"]:
-        lines.append("Text: the baseline was not compared with itself; with --repeats 2 it would show whether it is stable.")
+        lines.append("Text: the baseline was not compared with itself; with --repeats 2 it would show whether it is "
+                     "stable.")
     elif texts["unstable"]:
-        lines.append(f"Text: on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so speculation is not the suspect there.")
+        lines.append(f"Text: on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
+                     f"speculation is not the suspect there.")
     if texts["divergent"]:
-        lines.append("Text: numerics (another batch shape), a cache in another state, or a fault can do this; one pair alone cannot tell which.")
+        lines.append("Text: numerics (another batch shape), a cache in another state, or a fault can do this; one "
+                     "pair alone cannot tell which.")
     for found in texts["divergences"][:5]:
         lines += divergence_lines(found)
     if texts["divergent"] > 5:
-        lines.append(f"  ... and {texts['divergent'] - 5} more; the record lists up to {LISTED_DIVERGENCES}, --divergence-report writes them out.")
+        lines.append(f"  ... and {texts['divergent'] - 5} more; the record lists up to {LISTED_DIVERGENCES}, "
+                     f"--divergence-report writes them out.")
     return lines
 
 
 def divergence_lines(found: JSON) -> list[str]:
     """One difference: where, of what class, both tails, and what the log probabilities say."""
     triage = found["triage"] or {}
-    gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats" if triage.get("gap_nats") is not None else triage.get("reason")
+    gap = triage.get("reason")
+    if triage.get("gap_nats") is not None:
+        gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats"
     lines = [
-        f"  {found['prompt_id']} repeat {found['repeat']} ({found['where']}): {found['class']} at byte {found['first_difference_at_byte']}, "
+        f"  {found['prompt_id']} repeat {found['repeat']} ({found['where']}): {found['class']} at byte "
+        f"{found['first_difference_at_byte']}, "
         f"character {found['first_difference_at_char']}, line {found['line']} column {found['column']}"
         + (f"; {triage['finding']} ({gap})" if triage else ""),
-        f"    baseline:    {json.dumps(found['baseline_tail'])} ({found['baseline_finish_reason']}, {found['baseline_tokens']} tokens)",
-        f"    speculative: {json.dumps(found['speculative_tail'])} ({found['speculative_finish_reason']}, {found['speculative_tokens']} tokens)",
+        f"    baseline:    {json.dumps(found['baseline_tail'])} ({found['baseline_finish_reason']}, "
+        f"{found['baseline_tokens']} tokens)",
+        f"    speculative: {json.dumps(found['speculative_tail'])} ({found['speculative_finish_reason']}, "
+        f"{found['speculative_tokens']} tokens)",
     ]
     if found["count_suspicious"]:
-        lines.append("    One text ends early under an equal token count: tokens were counted that did not arrive, so a speed is too high.")
+        lines.append("    One text ends early under an equal token count: tokens were counted that did not arrive, "
+                     "so a speed is too high.")
     return lines
 
 
@@ -2712,7 +2798,8 @@ def sentence(record: JSON) -> str:
         return "DID NOT RUN: no draft was seen, so nothing can be said about speculation" + changed + "."
     parts = record["workloads"]
     if len({part["verdict"] for part in parts}) > 1:
-        named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}: {speed_words(part['speedup'])}" for part in parts)
+        named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}: {speed_words(part['speedup'])}"
+                          for part in parts)
         return f"{named}; over all {speed_words(record['speedup'])}{changed}."
     where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
     at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
@@ -2727,11 +2814,13 @@ def comparison_lines(record: JSON) -> list[str]:
         lines += explanation_lines(record) + position_lines(record["acceptance"])
     lines += text_lines(record)
     if record["speedup_these_prompts"] and record["speedup_these_prompts"]["low"] is not None:
-        lines.append(f"On exactly these {record['speedup_these_prompts']['prompts']} prompts: {speed_words(record['speedup_these_prompts'])}.")
+        lines.append(f"On exactly these {record['speedup_these_prompts']['prompts']} prompts: "
+                     f"{speed_words(record['speedup_these_prompts'])}.")
     if record["decode_speedup"]:
         lines.append(f"Decoding alone: {speed_words(record['decode_speedup'])}.")
     if record["more_prompts"]:
-        lines.append(f"{'About ' * record['more_prompts'].isdigit()}{record['more_prompts']} more prompts might settle it; more repeats would not.")
+        lines.append(f"{'About ' * record['more_prompts'].isdigit()}{record['more_prompts']} more prompts might "
+                     f"settle it; more repeats would not.")
     return lines
 
 
@@ -2743,7 +2832,8 @@ def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
         behind = record.get("against_best")
         real = "" if not behind else "too few prompts to tell" if behind["low"] is None else (
             "real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
-        rows.append([candidate_name(record), figure((record["speedup"] or {}).get("ratio")), interval_of(record["speedup"]),
+        rows.append([candidate_name(record), figure((record["speedup"] or {}).get("ratio")),
+                     interval_of(record["speedup"]),
                      VERDICT_WORDS[record["verdict"]].lower(), speed_words(behind) if behind else "first", real])
     return ["", text_table(("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"), rows)]
 
@@ -2754,7 +2844,8 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
     for before, record in zip([None, *comparisons], comparisons):
         ratio = (record["speedup"] or {}).get("ratio")
         texts = record["text_comparison"]
-        rows.append([str(record["concurrency"]), figure(record["baseline_tokens_per_s"]), figure(record["speculative_tokens_per_s"]),
+        rows.append([str(record["concurrency"]), figure(record["baseline_tokens_per_s"]),
+                     figure(record["speculative_tokens_per_s"]),
                      figure(ratio), interval_of(record["speedup"]), figure((record["acceptance"] or {}).get("rate")),
                      figure(record["latency_p50_s"]["baseline"]), figure(record["latency_p50_s"]["speculative"]),
                      f"{texts['identical']} of {texts['compared']}"])
@@ -2771,7 +2862,8 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
         last = f"Crossover: the ratio falls below 1 between {crossed[0]} and {crossed[1]} requests at a time."
     lines = ["", text_table(header, rows), last + " Decide by the level your server usually runs at."]
     if any(record["text_comparison"]["divergent"] for record in comparisons if record["concurrency"] > 1):
-        lines.append("Texts under load may differ because the batch is composed differently; that is not speculation's doing alone.")
+        lines.append("Texts under load may differ because the batch is composed differently; that is not "
+                     "speculation's doing alone.")
     return lines
 
 
@@ -2789,14 +2881,19 @@ def result_lines(result: Result) -> list[str]:
             lines += position_lines(record["acceptance"])
             if record["acceptance"]:
                 told = record["acceptance"]
-                lines.append(f"Acceptance: {figure(told['rate'])} of the drafted tokens, alpha {figure(told['alpha'])}, "
-                             f"{figure(told['tokens_per_target_step'])} tokens per target step. Without a baseline the speed-up is unknown.")
+                lines.append(f"Acceptance: {figure(told['rate'])} of the drafted tokens, alpha "
+                             f"{figure(told['alpha'])}, "
+                             f"{figure(told['tokens_per_target_step'])} tokens per target step. Without a baseline "
+                             f"the speed-up is unknown.")
             if record["first_error"]:
-                lines.append(f"{record['failed']} of {record['requests']} requests failed; the first: {record['first_error']}")
+                lines.append(f"{record['failed']} of {record['requests']} requests failed; the first: "
+                             f"{record['first_error']}")
     else:
-        lines += [f"{r['failed']} of {r['requests']} requests failed; the first: {r['first_error']}" for r in result.endpoints if r["failed"]]
+        lines += [f"{r['failed']} of {r['requests']} requests failed; the first: {r['first_error']}"
+                  for r in result.endpoints if r["failed"]]
     lines += memory_lines(result.endpoints) + audit_lines(result.records()) + [""]
-    lines += [(f"{candidate_name(r)}: " if len(result.comparisons) > 1 else "") + sentence(r) for r in result.comparisons]
+    lines += [(f"{candidate_name(r)}: " if len(result.comparisons) > 1 else "") + sentence(r)
+              for r in result.comparisons]
     return lines
 
 
@@ -2816,16 +2913,20 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> st
     """A bug report to paste: what was run, on what, where the texts part, and what the baseline thought there."""
     lines = ["# Greedy text that changes with speculative decoding", ""]
     for record in result.endpoints:
-        lines.append(f"- {record['label'].rsplit('/', 1)[-1]}: {record['engine']} {record['engine_version']}, model `{record['model']}`, "
-                     f"POST /v1/chat/completions with temperature {record['temperature']}, seed {record['seed']}, max_tokens {record['max_tokens']}")
+        lines.append(f"- {record['label'].rsplit('/', 1)[-1]}: {record['engine']} {record['engine_version']}, model "
+                     f"`{record['model']}`, "
+                     f"POST /v1/chat/completions with temperature {record['temperature']}, seed {record['seed']}, "
+                     f"max_tokens {record['max_tokens']}")
     lines.append("- started with (fill in): baseline `...`, speculative `...`")
     for record in result.comparisons:
         texts, acceptance = record["text_comparison"], record["acceptance"] or {}
         lines += ["", f"## {candidate_name(record)}: {texts['divergent']} of {texts['compared']} pairs differ", "",
-                  f"Baseline against itself: {texts['baseline_self']['identical']} of {texts['baseline_self']['compared']} repeats identical. "
+                  f"Baseline against itself: {texts['baseline_self']['identical']} of "
+                  f"{texts['baseline_self']['compared']} repeats identical. "
                   f"Acceptance {figure(acceptance.get('rate'))}."]
         for found in texts["divergences"]:
-            lines += ["", f"Prompt {found['prompt_index']}, repeat {found['repeat']}:", "", "```text", *map(printable, divergence_lines(found))]
+            lines += ["", f"Prompt {found['prompt_index']}, repeat {found['repeat']}:", "", "```text",
+                      *map(printable, divergence_lines(found))]
             if found["triage"]:
                 lines.append(f"    baseline token {json.dumps(found['triage']['baseline_token'])}, other token "
                              f"{json.dumps(found['triage']['speculative_token'])}")
@@ -2838,7 +2939,8 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> st
 def changed_conditions(before: JSON, now: JSON) -> list[str]:
     """What else changed between two records of a label, in words."""
     names = (("engine_version", "version"), ("engine", "engine"), ("model", "model"), ("prompts_sha256", "prompts"),
-             ("max_tokens", "max_tokens"), ("concurrency", "concurrency"), ("repeats", "repeats"), ("context", "context length"))
+             ("max_tokens", "max_tokens"), ("concurrency", "concurrency"), ("repeats", "repeats"),
+             ("context", "context length"))
     changes = []
     for key, words in names:
         if before.get(key) != now.get(key):
@@ -2861,14 +2963,15 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
         before, after = past[-1][name], record[name]
         if before["low"] is not None and after["high"] is not None and after["high"] < before["low"]:
             changes = changed_conditions(past[-1], record)
-            alarms.append(f"REGRESSION {record['label']}: {words} fell from {before['ratio']:.2f} ({interval_of(before)}) to "
+            alarms.append(f"REGRESSION {record['label']}: {words} fell from {before['ratio']:.2f} "
+                          f"({interval_of(before)}) to "
                           f"{after['ratio']:.2f} ({interval_of(after)}) since {past[-1]['recorded_at']}; "
                           f"{'also changed: ' + ', '.join(changes) if changes else 'nothing else known changed'}")
     return alarms
 
 
 def history_rows(records: Sequence[JSON]) -> list[list[str]]:
-    """One row for each run of a label, the change to the run before marked: v lower, ^ higher, = within the interval."""
+    """One row for each run of a label; change to the run before: v lower, ^ higher, = within the interval, ? unknown."""
     rows = []
     for before, record in zip([None, *records], records):
         mark, changes = "", []
@@ -2892,7 +2995,8 @@ def trend_marks(ratios: Sequence[float | None]) -> str:
     return "".join("?" if r is None else "_.-=*#"[round(5 * (r - low) / width) if width > 0.005 else 2] for r in ratios)
 
 
-HISTORY_COLUMNS = ("Recorded", "Change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s", "With draft tokens/s",
+HISTORY_COLUMNS = ("Recorded", "Change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s",
+                   "With draft tokens/s",
                    "Identical", "Engine version", "Also changed")
 
 
@@ -2913,13 +3017,17 @@ def markdown_report(records: Sequence[JSON]) -> str:
         lines += [printable(line.strip()) for line in explanation_lines(latest)] + [""]
         if len(levels) > 1:
             lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
-        lines += [f"History, `{trend_marks([(r['speedup'] or {}).get('ratio') for r in group])}` (lowest `_` to highest `#`):", ""]
+        lines += [f"History, `{trend_marks([(r['speedup'] or {}).get('ratio') for r in group])}` (lowest `_` to "
+                  f"highest `#`):", ""]
         lines += [printable(markdown_table(HISTORY_COLUMNS, history_rows(group))), ""]
-    singles = [r for r in records if r.get("kind") == "endpoint" and not any(r["run_id"] == c["run_id"] for g in groups.values() for c in g)]
+    singles = [r for r in records if r.get("kind") == "endpoint"
+               and not any(r["run_id"] == c["run_id"] for g in groups.values() for c in g)]
     if singles:
-        rows = [[r["label"], r["recorded_at"], figure(r["output_tokens_per_s"]), f"{r['completed']} of {r['requests']}", r["engine_version"]]
+        rows = [[r["label"], r["recorded_at"], figure(r["output_tokens_per_s"]),
+                 f"{r['completed']} of {r['requests']}", r["engine_version"]]
                 for r in singles]
-        lines += ["## Measured alone", "", printable(markdown_table(("Label", "Recorded", "Tokens/s", "Completed", "Engine version"), rows)), ""]
+        header = ("Label", "Recorded", "Tokens/s", "Completed", "Engine version")
+        lines += ["## Measured alone", "", printable(markdown_table(header, rows)), ""]
     return "\n".join(lines)
 
 
@@ -2930,21 +3038,25 @@ def csv_report(records: Sequence[JSON]) -> str:
 
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("label", "recorded_at", "concurrency", "ratio", "low", "high", "verdict", "acceptance", "baseline_tokens_per_s",
+    writer.writerow(("label", "recorded_at", "concurrency", "ratio", "low", "high", "verdict", "acceptance",
+                     "baseline_tokens_per_s",
                      "speculative_tokens_per_s", "identical", "compared", "engine", "engine_version", "model"))
     for r in records:
         if r.get("kind") == "comparison":
             speed, texts = r["speedup"] or {}, r["text_comparison"]
-            writer.writerow((r["label"], r["recorded_at"], r["concurrency"], speed.get("ratio"), speed.get("low"), speed.get("high"),
+            writer.writerow((r["label"], r["recorded_at"], r["concurrency"], speed.get("ratio"), speed.get("low"),
+                             speed.get("high"),
                              r["verdict"], (r["acceptance"] or {}).get("rate"), r["baseline_tokens_per_s"],
-                             r["speculative_tokens_per_s"], texts["identical"], texts["compared"], r["engine"], r["engine_version"], r["model"]))
+                             r["speculative_tokens_per_s"], texts["identical"], texts["compared"], r["engine"],
+                             r["engine_version"], r["model"]))
     return out.getvalue().rstrip("\n")
 
 
 # ---- reference engine -------------------------------------------------------------------------------------
 # Two servers with known truth: a small explicit model, a real greedy speculative loop, modelled time.
 
-_WORDS = tuple(" " + a + b for a in ("sa", "ten", "mo", "lir", "ka", "dov", "re", "pin") for b in ("ta", "rul", "ne", "gos", "mi", "bel", "fo", "han"))
+_WORDS = tuple(" " + a + b for a in ("sa", "ten", "mo", "lir", "ka", "dov", "re", "pin")
+               for b in ("ta", "rul", "ne", "gos", "mi", "bel", "fo", "han"))
 
 
 def coin(*parts: Any) -> float:
@@ -2963,7 +3075,7 @@ class Reference:
     step_s: float = 0.005
     prefill_s: float = 0.02
     seed: int = 0
-    planted: tuple[str, int] | None = None  # (word in the prompt, token index): this server's text differs by one byte there
+    planted: tuple[str, int] | None = None  # (word in the prompt, token index) where this server changes one byte
     planted_gap_nats: float = 0.1  # what the log probabilities say of the planted alternative
     flip: float = 0.0  # share of tokens that come out otherwise at random
     capacity: float | None = None  # tokens of a step that cost no more than one; beyond, a step's time grows with them
@@ -3022,13 +3134,16 @@ class _ReferenceState:
                  "# TYPE vllm:generation_tokens_total counter", f"vllm:generation_tokens_total {sums['tokens']}"]
         if self.config.chain:
             for name, key in (("drafts", "steps"), ("draft_tokens", "drafted"), ("accepted_tokens", "accepted")):
-                lines += [f"# TYPE vllm:spec_decode_num_{name}_total counter", f"vllm:spec_decode_num_{name}_total {sums[key]}"]
+                lines += [f"# TYPE vllm:spec_decode_num_{name}_total counter",
+                          f"vllm:spec_decode_num_{name}_total {sums[key]}"]
             lines.append("# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter")
-            lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(positions)]
+            lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i,
+                      n in enumerate(positions)]
         return "\n".join(lines) + "\n"
 
 
-def _generate(state: _ReferenceState, prompt: str, length: int, started: float, emit: Callable[[list[str]], None]) -> None:
+def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
+              emit: Callable[[list[str]], None]) -> None:
     """Produce `length` tokens at their modelled times; waits end at absolute deadlines, so errors do not add up."""
     config, due = state.config, started + state.config.prefill_s
     entry: JSON = {"prompt": prompt, "tokens": length, "steps": 0, "plain_steps": 0, "drafted": 0, "accepted": 0,
@@ -3083,7 +3198,7 @@ def serve_reference(config: Reference) -> int:
             self.end_headers()
             self.wfile.write(body.encode())
 
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             """Models, metrics and truth."""
             if self.path == "/v1/models":
                 self.reply(json.dumps({"object": "list", "data": [{"id": "reference", "owned_by": "reference"}]}))
@@ -3095,7 +3210,7 @@ def serve_reference(config: Reference) -> int:
             else:
                 self.send_error(404)
 
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             """One completion."""
             started = time.perf_counter()
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -3115,7 +3230,8 @@ def serve_reference(config: Reference) -> int:
             def emit(tokens: list[str]) -> None:
                 said.extend(tokens)
                 end = "length" if len(said) == length else None
-                send([{"index": 0, "delta": {"content": "".join(tokens)}, "token_ids": [0] * len(tokens), "finish_reason": end}])
+                send([{"index": 0, "delta": {"content": "".join(tokens)}, "token_ids": [0] * len(tokens),
+                       "finish_reason": end}])
 
             _generate(state, prompt, length, started, emit)
             send([], usage={"prompt_tokens": len(prompt.split()), "completion_tokens": length})
@@ -3141,7 +3257,8 @@ def _plain_completion(config: Reference, tokens: list[str], length: int, with_lo
             return {"token": token, "bytes": list(token.encode()), "logprob": logprob}
 
         choice["logprobs"] = {"content": [
-            {**one(token, -0.1), "top_logprobs": [one(token, -0.1), one(other_spelling(token), -0.1 - gap)]} for token in tokens
+            {**one(token, -0.1), "top_logprobs": [one(token, -0.1), one(other_spelling(token), -0.1 - gap)]}
+            for token in tokens
         ]}
     return {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": length}}
 
@@ -3155,7 +3272,8 @@ def reference_server(config: Reference) -> Iterator[str]:
     try:
         port = process.stdout.readline().strip()
         if not port:
-            raise MeasureError("the reference server did not start; run the command again, or from a folder this user may read")
+            raise MeasureError("the reference server did not start; run the command again, or from a folder this "
+                               "user may read")
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         with contextlib.suppress(OSError):
@@ -3178,13 +3296,16 @@ def cpu_share(seconds: float = 0.25) -> float:
 
 def reference_truth(log: Sequence[JSON]) -> JSON:
     """True figures of one reference server from its own log: speeds in tokens/s, times in seconds, exact counts."""
-    total = {name: sum(entry[name] for entry in log) for name in ("tokens", "steps", "plain_steps", "drafted", "accepted")}
+    counts = ("tokens", "steps", "plain_steps", "drafted", "accepted")
+    total = {name: sum(entry[name] for entry in log) for name in counts}
     decode_s, prefill_s = math.fsum(e["decode_s"] for e in log), math.fsum(e["prefill_s"] for e in log)
     targets = total["steps"] + total["plain_steps"]
     return {
         **total, "positions": [sum(column) for column in zip(*(e["positions"] for e in log))],
-        "tokens_per_s": total["tokens"] / (decode_s + prefill_s), "decode_tokens_per_s": (total["tokens"] - len(log)) / decode_s,
-        "tokens_per_step": (total["tokens"] - len(log)) / targets, "step_s": decode_s / targets, "ttft_s": prefill_s / len(log),
+        "tokens_per_s": total["tokens"] / (decode_s + prefill_s),
+        "decode_tokens_per_s": (total["tokens"] - len(log)) / decode_s,
+        "tokens_per_step": (total["tokens"] - len(log)) / targets, "step_s": decode_s / targets,
+        "ttft_s": prefill_s / len(log),
         "request_s": {e["prompt"]: e["decode_s"] + e["prefill_s"] for e in log},
     }
 
@@ -3209,19 +3330,23 @@ exit codes:
   3 a --fail-on condition holds        130 interrupted (what was finished is reported and recorded)
 """
 FAIL_ON = ("slower", "changed-text", "regression")
-OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt-llm", "lmdeploy": "lmdeploy",
+OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt-llm",
+          "lmdeploy": "lmdeploy",
           "tabbyAPI": "tabbyapi", "organization_owner": "lm-studio", "library": "ollama", "koboldcpp": "koboldcpp"}
 # Where each engine tells its version; GET, without side effects.  Asked in this order where the engine is not known.
-VERSIONS = (("llama.cpp", "/props", "build_info"), ("sglang", "/server_info", "version"), ("vllm", "/version", "version"),
+VERSIONS = (("llama.cpp", "/props", "build_info"), ("sglang", "/server_info", "version"),
+            ("vllm", "/version", "version"),
             ("tensorrt-llm", "/version", "version"), ("koboldcpp", "/api/extra/version", "version"),
             ("ollama", "/api/version", "version"), ("tgi", "/info", "version"))
 # Request fields with which an engine tells more; only after it was detected, since others refuse unknown fields.
 ENGINE_EXTRAS: dict[str, JSON] = {"sglang": {"return_spec_tokens_details": True}, "vllm": {"return_token_ids": True}}
 
 
-def _parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+def _parser(
+    command: str, description: str, epilog: str | None = None, usage: str | None = None
+) -> argparse.ArgumentParser:
     name = "measure_speculative.py" + ("" if command == "measure" else " " + command)
-    parser = argparse.ArgumentParser(name, description=description, epilog=epilog, allow_abbrev=False,
+    parser = argparse.ArgumentParser(name, usage, description, epilog, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"measure_speculative {__version__}")
     return parser
@@ -3247,7 +3372,8 @@ def _real(low: float, high: float, open_low: bool = False) -> Callable[[str], fl
         except ValueError:
             value = math.nan
         if not low <= value <= high or (open_low and value == low):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_low else 'from'} {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_low else 'from'} {low:g} to "
+                                             f"{high:g}")
         return value
 
     return parse
@@ -3278,8 +3404,10 @@ def _json_object(text: str) -> JSON:
 
 def _add_results(group: Any) -> None:
     """Flags that `measure` and `compare` share."""
-    group.add_argument("--label", default="speculative-run", help="name of this experiment in the notebook (default %(default)s)")
-    group.add_argument("--labbook", default="labbook.md", metavar="FILE", help="notebook to append to (default %(default)s)")
+    group.add_argument("--label", default="speculative-run",
+                       help="name of this experiment in the notebook (default %(default)s)")
+    group.add_argument("--labbook", default="labbook.md", metavar="FILE",
+                       help="notebook to append to (default %(default)s)")
     group.add_argument("--min-gain", type=_real(-0.99, 100), default=0.0, metavar="G",
                        help="call it paying only above 1+G, as 0.05 for 5%% (default 0)")
     group.add_argument("--fail-on", type=_listed(_one_of(FAIL_ON)), default=[], metavar="WHAT",
@@ -3290,27 +3418,33 @@ def _add_results(group: Any) -> None:
 
 def measure_parser() -> argparse.ArgumentParser:
     """The flags of `measure`, in the order of a user's questions."""
-    parser = _parser("measure", "Does speculative decoding pay, for this model, on this machine, for this work?", EPILOG)
+    parser = _parser("measure", "Does speculative decoding pay, for this model, on this machine, for this work?",
+                     EPILOG, "measure_speculative.py [measure] --baseline-url URL [--speculative-url URL] [options]")
     what = parser.add_argument_group("what to measure")
     what.add_argument("--baseline-url", metavar="URL", help="server without speculation, as http://127.0.0.1:8080/v1")
     what.add_argument("--speculative-url", action="append", default=[], metavar="[NAME=]URL",
                       help="server with speculation; may be repeated, to rank several settings")
     what.add_argument("--model", help="model name (default: the one that the server lists)")
-    what.add_argument("--speculative-model", metavar="MODEL", help="its name on the speculative server, where it differs")
-    what.add_argument("--prompt-set", choices=("builtin", "file"), help="built-in prompts or --prompts (default builtin)")
+    what.add_argument("--speculative-model", metavar="MODEL",
+                      help="its name on the speculative server, where it differs")
+    what.add_argument("--prompt-set", choices=("builtin", "file"),
+                      help="built-in prompts or --prompts (default builtin)")
     what.add_argument("--prompts", action="append", default=[], metavar="PATH",
                       help="text, .jsonl or .json file, or a folder of them; may be repeated")
-    what.add_argument("--max-tokens", type=_whole(1), default=192, metavar="N", help="answer length (default %(default)s)")
+    what.add_argument("--max-tokens", type=_whole(1), default=192, metavar="N",
+                      help="answer length (default %(default)s)")
     how = parser.add_argument_group("how carefully")
     how.add_argument("--repeats", type=_whole(1), default=1, metavar="N",
                      help="measure each prompt N times; more prompts say more than more repeats (default 1)")
-    how.add_argument("--warmup", type=_whole(0), default=1, metavar="N", help="discarded requests for each server (default 1)")
+    how.add_argument("--warmup", type=_whole(0), default=1, metavar="N",
+                     help="discarded requests for each server (default 1)")
     how.add_argument("--order", choices=("paired", "sequential"), default="paired",
                      help="paired cancels drift; sequential finishes one server first (default paired)")
     how.add_argument("--concurrency", type=_listed(_whole(1, 4096)), default=[1], metavar="LEVELS",
                      help="requests at a time, as 1,4,10 (default 1)")
     how.add_argument("--seed", type=int, default=0, help="sent with every request (default 0)")
-    how.add_argument("--timeout", type=_real(0, 86400, True), default=300.0, metavar="S", help="limit for one whole request (default 300 s)")
+    how.add_argument("--timeout", type=_real(0, 86400, True), default=300.0, metavar="S",
+                     help="limit for one whole request (default 300 s)")
     how.add_argument("--triage", type=_whole(0), default=10, metavar="N",
                      help="ask the baseline for log probabilities on up to N changed texts (default 10, 0: off)")
     results = parser.add_argument_group("where results go")
@@ -3320,7 +3454,8 @@ def measure_parser() -> argparse.ArgumentParser:
     unusual = parser.add_argument_group("unusual servers")
     unusual.add_argument("--engine", default="unknown", help="engine name for the record (default: detected)")
     unusual.add_argument("--engine-version", default="unknown", metavar="V", help="its version (default: detected)")
-    unusual.add_argument("--api-key-env", default="SPEC_API_KEY", metavar="NAME", help="environment variable with the key (default %(default)s)")
+    unusual.add_argument("--api-key-env", default="SPEC_API_KEY", metavar="NAME",
+                         help="environment variable with the key (default %(default)s)")
     unusual.add_argument("--no-stream", action="store_true", help="ask for plain answers (no time to first token)")
     for arm in ("", "baseline-", "speculative-"):
         unusual.add_argument(f"--{arm}extra-body", type=_json_object, default={}, metavar="JSON",
@@ -3349,10 +3484,12 @@ def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     if not arms:
         raise UsageError("give --baseline-url, --speculative-url or both, as --baseline-url http://127.0.0.1:8080/v1")
     if len({name for name, _ in arms}) < len(arms):
-        raise UsageError("two servers have the same name; name the candidates apart, as --speculative-url k4=http://...")
+        raise UsageError("two servers have the same name; name the candidates apart, as --speculative-url "
+                         "k4=http://...")
     if args.speculative_metrics_url and len(args.speculative_url) > 1:
         raise UsageError("--speculative-metrics-url fits one candidate only")
-    for flag, url in (("--baseline-metrics-url", args.baseline_metrics_url), ("--speculative-metrics-url", args.speculative_metrics_url)):
+    for flag, url in (("--baseline-metrics-url", args.baseline_metrics_url),
+                      ("--speculative-metrics-url", args.speculative_metrics_url)):
         if url:
             checked_url(url, flag, query_allowed=True)
     return arms
@@ -3376,7 +3513,6 @@ class Server:
     about: JSON
     findings: list[JSON]
     snapshot: Snapshot
-    served: list[str]
 
 
 def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str], None]) -> Server:
@@ -3392,7 +3528,8 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str],
     except RequestFailed as error:
         if error.status in (401, 403):
             has = "was sent" if key else "is not set"
-            raise UsageError(f"{who}: {error}; it wants a key: {args.api_key_env} {has} (another variable: --api-key-env)") from None
+            raise UsageError(f"{who}: {error}; it wants a key: {args.api_key_env} {has} (another variable: "
+                             f"--api-key-env)") from None
         if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
             raise UsageError(f"{who}: {error}") from None
         listed, headers = None, http.client.HTTPMessage()
@@ -3402,30 +3539,37 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str],
     served = [str(entry["id"]) for entry in entries if entry.get("id")]
     wanted = args.model if is_baseline else args.speculative_model or args.model
     if not wanted and len(served) != 1:
-        raise UsageError(f"{who} lists {len(served)} models; name one with --model" + (f": {', '.join(served)}" if served else ""))
+        raise UsageError(f"{who} lists {len(served)} models; name one with --model"
+                         + (f": {', '.join(served)}" if served else ""))
     model = wanted or served[0]
     entry = next((e for e in entries if e.get("id") == model), entries[0] if len(entries) == 1 else {})
     if served and model not in served:
         say(f"{who} does not list the model {model}; it lists: {', '.join(served)}")
     engine, version, about = identify(root, key, side_s, entry, headers)
     extra = {**args.extra_body, **(args.baseline_extra_body if is_baseline else args.speculative_extra_body)}
-    request = {"max_tokens": args.max_tokens, "temperature": 0.0, "top_p": 1.0, "seed": args.seed, **ENGINE_EXTRAS.get(engine, {}), **extra}
+    request = {"max_tokens": args.max_tokens, "temperature": 0.0, "top_p": 1.0, "seed": args.seed,
+               **ENGINE_EXTRAS.get(engine, {}), **extra}
     endpoint = Endpoint(arm, api, root, model, key, request, not args.no_stream, args.timeout,
-                        args.baseline_metrics_url if is_baseline else args.speculative_metrics_url, engine)
+                        args.baseline_metrics_url if is_baseline else args.speculative_metrics_url, engine,
+                        tuple(served))
     endpoint, snapshot = find_metrics(endpoint)
     if engine == "unknown":
-        for prefix, name in (("vllm:", "vllm"), ("sglang:", "sglang"), ("lmdeploy:", "lmdeploy"), ("tgi_", "tgi"), ("trtllm_", "tensorrt-llm"), ("llamacpp:", "llama.cpp")):
+        for prefix, name in (("vllm:", "vllm"), ("sglang:", "sglang"), ("lmdeploy:", "lmdeploy"), ("tgi_", "tgi"),
+                             ("trtllm_", "tensorrt-llm"), ("llamacpp:", "llama.cpp")):
             if any(sample.name.startswith(prefix) for sample in snapshot.samples or ()):
                 engine = name if entry.get("owned_by") != "reference" else "reference"
     findings = [] if snapshot.samples is not None else [finding("metrics-unavailable", snapshot.unavailable or "")]
     busy = (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0)
     if busy:
-        findings.append(finding("busy", f"the server had {busy:.0f} requests of somebody else's running or waiting at the start", requests=busy))
+        findings.append(finding("busy", f"the server had {busy:.0f} requests of somebody else's running or waiting "
+                                        f"at the start", requests=busy))
         say(f"{who} is busy: {busy:.0f} requests of somebody else's are running or waiting; figures will be disturbed")
-    return Server(endpoint, engine, version, {**about, **memory_of(snapshot)}, findings, snapshot, served)
+    return Server(endpoint, engine, version, {**about, **memory_of(snapshot)}, findings, snapshot)
 
 
-def identify(root: str, key: str, timeout_s: float, entry: JSON, headers: http.client.HTTPMessage) -> tuple[str, str, JSON]:
+def identify(
+    root: str, key: str, timeout_s: float, entry: JSON, headers: http.client.HTTPMessage
+) -> tuple[str, str, JSON]:
     """(engine, version, what the server tells of itself: context, quantization, cache), by what it sends."""
     engine = OWNERS.get(str(entry.get("owned_by")), "unknown")
     banner = headers.get("Server") or ""
@@ -3439,7 +3583,8 @@ def identify(root: str, key: str, timeout_s: float, entry: JSON, headers: http.c
             continue
         with contextlib.suppress(RequestFailed, ValueError):
             told = as_dict(loads(get_text(root + path, key, timeout_s)[0]))
-            marked = field_name in told and (name != "koboldcpp" or told.get("result") == "KoboldCpp") and (name != "tgi" or "model_id" in told)
+            told_apart = {"koboldcpp": told.get("result") == "KoboldCpp", "tgi": "model_id" in told}
+            marked = field_name in told and told_apart.get(name, True)
             if marked:
                 version = str(told[field_name])
                 if engine == "unknown" and path != "/version":  # several engines answer there alike
@@ -3447,15 +3592,17 @@ def identify(root: str, key: str, timeout_s: float, entry: JSON, headers: http.c
                 break
             told = {}
     meta, settings = as_dict(entry.get("meta")), as_dict(told.get("default_generation_settings"))
-    state = told.get("internal_states")
+    states = told.get("internal_states")
+    state = as_dict(states[0]) if isinstance(states, list) and states else {}
     context = as_count(settings.get("n_ctx")) or as_count(entry.get("max_model_len")) or as_count(meta.get("n_ctx"))
     slots = as_count(told.get("total_slots"))
     about = {
         "context": context,
-        "quantization": told.get("model_ftype") or meta.get("ftype") or told.get("quantization") or as_dict(told.get("server_args")).get("quantization"),
+        "quantization": told.get("model_ftype") or meta.get("ftype") or told.get("quantization")
+        or as_dict(told.get("server_args")).get("quantization"),
         "cache_tokens": context * slots if context and slots else None,
         "slots": slots,
-        "lifetime_accept_length": as_number(as_dict(state[0] if isinstance(state, list) and state else None).get("avg_spec_accept_length")),
+        "lifetime_accept_length": as_number(state.get("avg_spec_accept_length")),
     }
     return engine, version, {name: value for name, value in about.items() if value is not None}
 
@@ -3473,7 +3620,8 @@ def memory_of(snapshot: Snapshot) -> JSON:
     return told
 
 
-def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Prompt], level: int, run_id: str, shared: bool,
+def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Prompt], level: int, run_id: str,
+                  shared: bool,
                   findings: list[JSON], simulated: bool) -> JSON:
     """Everything that is said about an arm beside its readings: the header of its run, as JSON."""
     import platform
@@ -3481,18 +3629,23 @@ def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Pr
     endpoint = server.endpoint
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {
-        "schema": SCHEMA, "run_id": run_id, "arm": endpoint.arm, "base_url": endpoint.api, "metrics_url": endpoint.metrics_url,
+        "schema": SCHEMA, "run_id": run_id, "arm": endpoint.arm, "base_url": endpoint.api,
+        "metrics_url": endpoint.metrics_url,
         "model": endpoint.model, "engine": server.engine if args.engine == "unknown" else args.engine,
         "engine_version": server.version if args.engine_version == "unknown" else args.engine_version,
         "server": server.about, "findings": server.findings + findings, "request": {
             name: value for name, value in endpoint.request.items()
-            if name not in ENGINE_EXTRAS.get(endpoint.engine, {}) and name not in {**args.baseline_extra_body, **args.speculative_extra_body}
+            if name not in ENGINE_EXTRAS.get(endpoint.engine, {})
+            and name not in {**args.baseline_extra_body, **args.speculative_extra_body}
         },
         "arm_extras": args.baseline_extra_body if endpoint.arm == "baseline" else args.speculative_extra_body,
-        "stream": endpoint.stream, "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in prompts],
-        "repeats": args.repeats, "warmup": args.warmup, "order": args.order, "concurrency": level, "shared_server": shared,
+        "stream": endpoint.stream, "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()}
+                                               for p in prompts],
+        "repeats": args.repeats, "warmup": args.warmup, "order": args.order, "concurrency": level,
+        "shared_server": shared,
         "simulated": simulated, "tool_version": __version__, "recorded_at": stamp[:-2] + ":" + stamp[-2:],
-        "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(), "cpus": os.cpu_count()},
+        "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(),
+                 "cpus": os.cpu_count()},
     }
 
 
@@ -3505,13 +3658,15 @@ class Measured:
     interrupted: bool
 
 
-def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server], say: Callable[[str], None],
+def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server],
+                   say: Callable[[str], None],
                    file: BinaryIO | None, show: bool, simulated: bool = False) -> tuple[list[Measured], str | None]:
     """Measure each concurrency level; also returns what went wrong with the run file, if anything."""
     endpoints = [server.endpoint for server in servers]
     first = servers[0].snapshot
     shared = len(servers) > 1 and all(
-        s.endpoint.api == endpoints[0].api or (s.snapshot.process == first.process and first.process is not None) for s in servers
+        s.endpoint.api == endpoints[0].api or (s.snapshot.process == first.process and first.process is not None)
+        for s in servers
     )
     answers = warm_up(endpoints, args.warmup, say)
     notes: list[JSON] = []
@@ -3530,7 +3685,7 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
         headers = [conditions_of(server, args, prompts, level, name, shared, notes, simulated) for server in servers]
         for header in headers:
             recorder.write({"kind": "run", **header})
-        interrupted = execute(plan, endpoints, prompts, shared, recorder, level)
+        interrupted = execute(plan, endpoints, prompts, shared, recorder, level, args.warmup > 0)
         for server in servers:
             recorder.write({"kind": "end", "arm": server.endpoint.arm, "interrupted": interrupted})
         runs = [Run(server.endpoint.arm, header, tuple(r for r in recorder.readings if r.arm == server.endpoint.arm),
@@ -3544,7 +3699,8 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
     return measured, write_error
 
 
-def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], most: int, recorder: Recorder,
+def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], most: int,
+              recorder: Recorder,
               say: Callable[[str], None]) -> dict[str, JSON]:
     """For each candidate, findings by prompt index on the texts that differ from a stable baseline."""
     found: dict[str, JSON] = {}
@@ -3555,13 +3711,16 @@ def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Seque
     for run in runs[1:]:
         others = {r.pair: r.answer for r in run.completed()}
         for entry in compare_texts(runs[0], run, {})["divergences"]:
-            mine, theirs = own.get((entry["prompt_index"], entry["repeat"])), others.get((entry["prompt_index"], entry["repeat"]))
+            pair = entry["prompt_index"], entry["repeat"]
+            mine, theirs = own.get(pair), others.get(pair)
             index = str(entry["prompt_index"])
-            if left and entry["class"] != "unstable-baseline" and index not in found.get(run.arm, {}) and mine and theirs:
+            is_new = index not in found.get(run.arm, {})
+            if left and is_new and entry["class"] != "unstable-baseline" and mine and theirs:
                 left -= 1
                 finding_ = ask_for_gap(endpoints[0], prompts[entry["prompt_index"]], entry, mine, theirs)
                 found.setdefault(run.arm, {})[index] = finding_
-                recorder.write({"kind": "triage", "arm": run.arm, "prompt_index": entry["prompt_index"], "triage": finding_})
+                recorder.write({"kind": "triage", "arm": run.arm, "prompt_index": entry["prompt_index"],
+                                "triage": finding_})
     return found
 
 
@@ -3589,14 +3748,16 @@ def run_file(path: str | None) -> Iterator[BinaryIO | None]:
     try:
         file = open(path, "xb")
     except FileExistsError:
-        raise UsageError(f"{path} exists and may hold an earlier run; remove it or name another file for --save-run") from None
+        raise UsageError(f"{path} exists and may hold an earlier run; remove it or name another file for "
+                         f"--save-run") from None
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; another path for --save-run") from None
     with file:
         yield file
 
 
-def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: str | None, prompts: Sequence[Prompt] | None) -> int:
+def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: str | None,
+             prompts: Sequence[Prompt] | None) -> int:
     """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
     interrupted = any(level.interrupted for level in measured)
     done = [level for level in measured if usable_pairs(level.runs) or not level.interrupted]
@@ -3608,7 +3769,7 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     try:
         append_records(args.labbook, records)
     except OSError as error:
-        trouble = f"cannot append to {args.labbook}: {error.strerror}; its records follow on standard output, one line each"
+        trouble = f"cannot append to {args.labbook}: {error.strerror}; the records stand on standard output instead"
         for record in records:
             sys.stdout.write(json_line(record).decode())
     if args.divergence_report:
@@ -3648,7 +3809,8 @@ def alarms_of(args: argparse.Namespace, records: Sequence[JSON]) -> list[str]:
         if "slower" in args.fail_on and record["verdict"] == "does-not-pay":
             alarms.append(f"SLOWER {record['label']}: {sentence(record)}")
         if "changed-text" in args.fail_on and blamed:
-            alarms.append(f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a baseline that does not "
+            alarms.append(f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
+                          f"baseline that does not "
                           f"disagree with itself; the first: {texts['divergences'][0]['prompt_id']} at byte "
                           f"{texts['divergences'][0]['first_difference_at_byte']}")
     if "regression" in args.fail_on and os.path.exists(args.labbook):
@@ -3669,26 +3831,30 @@ def compare_command(argv: Sequence[str]) -> int:
     if args.speculative:
         runs = [run for run in runs if run.arm == "baseline"] or runs
     for path in args.speculative:
-        more, _ = read_runs(path, say)
+        more, more_triage = read_runs(path, say)
         stem = os.path.splitext(os.path.basename(path))[0]
         alone = len({run.arm for run in more}) == 1
         found = more if alone else [run for run in more if run.arm != "baseline"]
         for run in found:
             taken = {other.arm for other in runs} | {"baseline"}
-            runs.append(replace(run, arm=stem if run.arm in taken else run.arm))
+            name = stem if run.arm in taken else run.arm
+            runs.append(replace(run, arm=name))
+            triage[name] = more_triage.get(run.arm, triage.get(name, {}))
     check_appendable(args.labbook)
     measured = []
     for level in sorted({run.conditions["concurrency"] for run in runs}):
         arms = [run for run in runs if run.conditions["concurrency"] == level]
         if not args.force and len(arms) < 2 and len(runs) > 1:
-            raise UsageError(f"concurrency differs: level {level} stands in one run only; --force compares what can be compared")
+            raise UsageError(f"concurrency differs: level {level} stands in one run only; --force compares what can "
+                             f"be compared")
         first = next((run for run in arms if run.arm == "baseline"), arms[0])
         arms = [replace(first, arm="baseline"), *(run for run in arms if run is not first)]
         if len(arms) < 2:
             raise UsageError(f"{args.baseline} holds one run only; give the file of the other server too")
         differ = sorted({name for run in arms[1:] for name in differing_conditions(arms[0], run)})
         if differ and not args.force:
-            raise UsageError(f"the runs cannot be compared; these differ: {', '.join(differ)} (--force compares all the same)")
+            raise UsageError(f"the runs cannot be compared; these differ: {', '.join(differ)} (--force compares all "
+                             f"the same)")
         interrupted = any(run.interrupted for run in arms)
         measured.append(Measured(result_of(arms, args.label, args.min_gain, triage, differ), arms, False))
         if interrupted:
@@ -3703,7 +3869,8 @@ def report_command(argv: Sequence[str]) -> int:
     parser.add_argument("--label", help="only this label")
     parser.add_argument("--format", choices=("markdown", "csv", "json"), default="markdown")
     args = parser.parse_args(argv)
-    records = [r for r in read_json_lines(args.labbook, say_on_stderr) if r.get("lab") == LAB and r.get("schema") == SCHEMA]
+    records = [r for r in read_json_lines(args.labbook, say_on_stderr) if r.get("lab") == LAB
+               and r.get("schema") == SCHEMA]
     if args.label:
         records = [r for r in records if r["label"].startswith(args.label + "/")]
     if args.format == "json":
@@ -3716,14 +3883,18 @@ def report_command(argv: Sequence[str]) -> int:
 def break_even_command(argv: Sequence[str]) -> int:
     """break-even: the arithmetic alone."""
     parser = _parser("break-even", "Which acceptance does a draft need to pay, and which chain length is best?",
-                     "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft cost of 0.10 means\n"
+                     "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft cost "
+                     "of 0.10 means\n"
                      "that drafting one token takes a tenth of one step of the target.  Leviathan et al. 2023.")
-    parser.add_argument("--chain", type=_listed(_whole(0, 10_000)), default=[2, 4, 8], metavar="K,...", help="chain lengths (default 2,4,8)")
+    parser.add_argument("--chain", type=_listed(_whole(0, 10_000)), default=[2, 4, 8], metavar="K,...",
+                        help="chain lengths (default 2,4,8)")
     parser.add_argument("--draft-cost", type=_listed(_real(0, 1e6)), default=[0.10, 0.20, 0.35], metavar="C,...",
                         help="cost of one draft step in target steps (default 0.10,0.20,0.35)")
     parser.add_argument("--alpha", type=_real(0, 1), metavar="A", help="also print the speed-up at this acceptance")
-    parser.add_argument("--measured-step-cost", type=_real(0, 1e6, True), metavar="X", help="what a step was seen to cost, in target steps")
-    parser.add_argument("--tokens-per-step", type=_real(0, 1e6, True), metavar="L", help="tokens that a target step was seen to bring")
+    parser.add_argument("--measured-step-cost", type=_real(0, 1e6, True), metavar="X",
+                        help="what a step was seen to cost, in target steps")
+    parser.add_argument("--tokens-per-step", type=_real(0, 1e6, True), metavar="L",
+                        help="tokens that a target step was seen to bring")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     if (args.measured_step_cost is None) != (args.tokens_per_step is None):
@@ -3734,8 +3905,10 @@ def break_even_command(argv: Sequence[str]) -> int:
             applies, needed = alpha_needed(chain, 1 + chain * cost)
             told["table"].append({"chain": chain, "draft_cost": cost, "alpha_needed": needed, "applies": applies})
     if args.alpha is not None:
-        told["speedups"] = [{"chain": k, "draft_cost": c, "speedup": speedup(args.alpha, k, c)} for k in args.chain for c in args.draft_cost]
-        told["best"] = [dict(zip(("draft_cost", "chain", "speedup"), (c, *best_chain(args.alpha, c)))) for c in args.draft_cost]
+        told["speedups"] = [{"chain": k, "draft_cost": c, "speedup": speedup(args.alpha, k, c)} for k in args.chain
+                            for c in args.draft_cost]
+        told["best"] = [dict(zip(("draft_cost", "chain", "speedup"), (c, *best_chain(args.alpha, c))))
+                        for c in args.draft_cost]
     if args.measured_step_cost is not None:
         told["measured"] = {"step_cost": args.measured_step_cost, "tokens_per_step": args.tokens_per_step,
                             "speedup": args.tokens_per_step / args.measured_step_cost}
@@ -3752,7 +3925,8 @@ def break_even_lines(args: argparse.Namespace, told: JSON) -> list[str]:
         return [name, text_table(header, [[f"k={k}", *(cells[k, c] for c in args.draft_cost)] for k in args.chain]), ""]
 
     lines = grid("alpha needed to break even:", told["table"],
-                 lambda e: "cannot pay" if e["applies"] == "cannot-pay" else "any" if e["applies"] == "any" else f"{e['alpha_needed']:.4f}")
+                 lambda e: "cannot pay" if e["applies"] == "cannot-pay" else "any" if e["applies"] == "any"
+                 else f"{e['alpha_needed']:.4f}")
     if args.alpha is not None:
         lines += grid(f"speed-up at alpha = {args.alpha:g}:", told["speedups"], lambda e: f"{e['speedup']:.3f}")
         for best in told["best"]:
@@ -3760,17 +3934,21 @@ def break_even_lines(args: argparse.Namespace, told: JSON) -> list[str]:
                 f"{best['chain']} ({best['speedup']:.3f}x)" if best["chain"] else "none, no draft pays"))
     if "measured" in told:
         ratio = told["measured"]["speedup"]
-        lines.append(f"measured: {args.tokens_per_step:g} tokens per step at a cost of {args.measured_step_cost:g} target steps: {ratio:.3f}x; "
-                     + ("it pays" if ratio > 1 else "it does not pay") + f"; more than {args.measured_step_cost:g} tokens per step are needed")
+        lines.append(f"measured: {args.tokens_per_step:g} tokens per step at a cost of {args.measured_step_cost:g} "
+                     f"target steps: {ratio:.3f}x; "
+                     + ("it pays" if ratio > 1
+                        else "it does not pay") + f"; more than {args.measured_step_cost:g} tokens per step are needed")
     return lines
 
 
 def calibrate_command(argv: Sequence[str]) -> int:
     """calibrate: measure two servers of known truth, and print the errors."""
-    parser = _parser("calibrate", "Measure two servers of known truth on this machine, and print the error of every figure.")
+    parser = _parser("calibrate", "Measure two servers of known truth on this machine, and print the error of every "
+                                  "figure.")
     parser.add_argument("--alpha", type=_real(0, 1), default=0.8, help="true acceptance of tested drafts (default 0.8)")
     parser.add_argument("--chain", type=_whole(1, 64), default=4, help="true chain length (default 4)")
-    parser.add_argument("--draft-cost", type=_real(0, 10), default=0.1, help="true cost of a draft step in target steps (default 0.1)")
+    parser.add_argument("--draft-cost", type=_real(0, 10), default=0.1,
+                        help="true cost of a draft step in target steps (default 0.1)")
     parser.add_argument("--step-ms", type=_real(0.5, 1000), default=5.0, help="true time of a target step (default 5)")
     parser.add_argument("--labbook", metavar="FILE", help="also append the records, marked as simulated")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -3782,14 +3960,17 @@ def calibrate_command(argv: Sequence[str]) -> int:
     drafting = replace(plain, chain=args.chain, planted=("lighthouse", length // 2))
     shares = [cpu_share()]
     with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
-        flags = ["--baseline-url", baseline_url, "--speculative-url", speculative_url, "--max-tokens", str(length), "--label", "calibrate",
+        flags = ["--baseline-url", baseline_url, "--speculative-url", speculative_url, "--max-tokens", str(length),
+                 "--label", "calibrate",
                  "--api-key-env", "MEASURE_SPECULATIVE_NO_KEY"]
         options = measure_parser().parse_args(flags)
         servers = [preflight(arm, url, options, say_on_stderr) for arm, url in arms_of(options)]
-        measured, _ = measure_levels(options, built_in_prompts(), servers, say_on_stderr, None, sys.stderr.isatty(), simulated=True)
+        measured, _ = measure_levels(options, built_in_prompts(), servers, say_on_stderr, None, sys.stderr.isatty(),
+                                     simulated=True)
         if measured[0].interrupted:
             raise KeyboardInterrupt
-        logs = [loads(get_text(server.endpoint.root + "/truth")[0])[1 : 1 + len(built_in_prompts())] for server in servers]
+        logs = [loads(get_text(server.endpoint.root + "/truth")[0])[1 : 1 + len(built_in_prompts())]
+                for server in servers]
     shares.append(cpu_share())
     rows = calibration_rows(measured[0], [reference_truth(log) for log in logs], drafting)
     records = measured[0].result.records()
@@ -3805,10 +3986,12 @@ def calibrate_command(argv: Sequence[str]) -> int:
         if not bad and not busy:
             print_lines(["", f"On this machine, now, ratios are good to {max(error, 0.05):.1f}%."])
     if busy:
-        say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {min(shares):.0%} of one when it asked for all); "
+        say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {min(shares):.0%} of one when it "
+                      f"asked for all); "
                       "measure again when the machine is idle")
     elif bad:
-        say_on_stderr(f"OUT OF TOLERANCE: {', '.join(row['quantity'] for row in bad)}; most likely the machine is busy: see what else runs")
+        say_on_stderr(f"OUT OF TOLERANCE: {', '.join(row['quantity'] for row in bad)}; most likely the machine is "
+                      f"busy: see what else runs")
     return COULD_NOT_MEASURE if bad or busy else MEASURED
 
 
@@ -3827,7 +4010,8 @@ def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Refere
         if seen is not None and unit != "exact":
             error = 100 * (seen / true - 1) if unit == "%" else seen - true
         within = seen == true if unit == "exact" else error is not None and abs(error) <= tolerance
-        rows.append({"quantity": quantity, "true": true, "measured": seen, "error": error, "unit": unit, "within": within})
+        rows.append({"quantity": quantity, "true": true, "measured": seen, "error": error, "unit": unit,
+                     "within": within})
 
     add("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 0.5)
     add("speculative tokens/s", drafted["tokens_per_s"], candidate["output_tokens_per_s"], 0.5)
@@ -3838,21 +4022,27 @@ def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Refere
         add({"steps": "verification steps"}.get(name, f"tokens {name}"), drafted[name], acceptance[name], 0, "exact")
     add("acceptance rate", drafted["accepted"] / drafted["drafted"], acceptance["rate"], 0, "exact")
     add("alpha", drafted["accepted"] / (drafted["accepted"] + rejected), acceptance["alpha"], 0, "exact")
-    add("accepted per position", [count / drafted["steps"] for count in drafted["positions"]], acceptance["per_position"], 0, "exact")
+    add("accepted per position", [count / drafted["steps"] for count in drafted["positions"]],
+        acceptance["per_position"], 0, "exact")
     add("tokens per step", drafted["tokens_per_step"], acceptance["tokens_per_target_step"], 0, "exact")
     add("step cost, target steps", true_x, why["step_cost"], 1.0)
     add("draft cost, target steps", drafting.draft_cost, why["draft_cost"], 0.02, "absolute")
     for name, record, true in (("baseline", baseline, plain), ("speculative", candidate, drafted)):
         add(f"{name} time to first token, ms", 1000 * true["ttft_s"], 1000 * record["ttft_s"]["mean"], 2.0, "ms")
-    late = [1000 * (r.answer.latency_s - true["request_s"].get(prompt, math.nan)) for run, true in zip(measured.runs, truth)
-            for r in run.completed() if r.answer and (prompt := built_in_prompts()[r.prompt_index].messages[0]["content"])]
+    late = [1000 * (r.answer.latency_s - true["request_s"].get(prompt, math.nan)) for run,
+            true in zip(measured.runs, truth)
+            for r in run.completed() if r.answer
+            and (prompt := built_in_prompts()[r.prompt_index].messages[0]["content"])]
     add("client time per request, ms", 0.0, math.fsum(late) / len(late), 3.0, "ms")
-    slow_s = math.fsum(r.answer.decode_s or 0.0 for r in measured.runs[0].completed() if r.answer) - plain["tokens"] / plain["decode_tokens_per_s"] * (
+    slow_s = math.fsum(r.answer.decode_s or 0.0 for r in measured.runs[0].completed()
+                       if r.answer) - plain["tokens"] / plain["decode_tokens_per_s"] * (
         1 - len(logs) / plain["tokens"])
     add("client time per token, ms", 0.0, 1000 * slow_s / plain["tokens"], 0.05, "ms")
-    place = sum(len(drafting.target_token(built_in_prompts()[8].messages[0]["content"], n)) for n in range((drafting.planted or ("", 0))[1] + 1)) - 1
+    place = sum(len(drafting.target_token(built_in_prompts()[8].messages[0]["content"], n))
+                for n in range((drafting.planted or ("", 0))[1] + 1)) - 1
     found = comparison["text_comparison"]["divergences"]
-    add("planted difference, byte", place, found[0]["first_difference_at_byte"] if len(found) == 1 else None, 0, "exact")
+    add("planted difference, byte", place, found[0]["first_difference_at_byte"] if len(found) == 1 else None, 0,
+        "exact")
     add("planted near tie", "near-tie", (found[0]["triage"] or {}).get("finding") if found else None, 0, "exact")
     return rows
 
@@ -3863,13 +4053,17 @@ def calibration_lines(rows: Sequence[JSON]) -> list[str]:
     def shown(value: Any) -> str:
         if isinstance(value, list):
             return " ".join(f"{part:.3f}" for part in value)
-        return "unknown" if value is None else value if isinstance(value, str) else str(value) if isinstance(value, int) else f"{value:.3f}"
+        if isinstance(value, float):
+            return f"{value:.3f}"
+        return "unknown" if value is None else str(value)
 
     cells = []
     for row in rows:
         unit = {"%": "%", "ms": " ms"}.get(row["unit"], "")
-        error = ("none" if row["within"] else "WRONG") if row["unit"] == "exact" else "unknown" if row["error"] is None else f"{row['error']:+.3f}{unit}"
-        cells.append([row["quantity"], shown(row["true"]), shown(row["measured"]), error + ("" if row["within"] else " !")])
+        error = "unknown" if row["error"] is None else f"{row['error']:+.3f}{unit}"
+        if row["unit"] == "exact":
+            error = "none" if row["within"] else "WRONG"
+        cells.append([row["quantity"], shown(row["true"]), shown(row["measured"]), error + " !" * (not row["within"])])
     return [text_table(("Quantity", "True", "Measured", "Error"), cells)]
 
 
@@ -3914,9 +4108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_on_stderr("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away; all records are written by then
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return MEASURED
+    except OSError as error:  # of standard output: all else is caught where it may happen, and all records are written
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return MEASURED
+        say_on_stderr(f"measure_speculative: cannot write to standard output: {error.strerror}")
+        return COULD_NOT_MEASURE
 
 
 if __name__ == "__main__":
