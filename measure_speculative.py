@@ -34,8 +34,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 # ---- constants and errors ---------------------------------------------------------------------------------
 
@@ -737,7 +738,7 @@ def _joined(parts: list[str], key: str) -> tuple[str, bool]:
 
 
 class Sample(NamedTuple):
-    """One sample of a metrics page; `series` is its name as the server wrote it.  A tuple, since pages hold thousands."""
+    """One sample of a metrics page, `series` as the server wrote it; a tuple, since pages hold thousands."""
 
     name: str
     labels: tuple[tuple[str, str], ...]  # sorted by label name
@@ -766,8 +767,8 @@ def parse_metrics(text: str) -> list[Sample]:
     """
     samples = []
     kinds: dict[str, str] = {}
-    for line in text.lstrip("\ufeff").split("\n"):  # not splitlines: label values may hold other line ends
-        line = line.strip(" \t\r")
+    for raw in text.lstrip("\ufeff").split("\n"):  # not splitlines: label values may hold other line ends
+        line = raw.strip(" \t\r")
         if line[:1] == "#":
             words = line.split(None, 3)
             if len(words) == 4 and words[1] == "TYPE":
@@ -784,7 +785,7 @@ def parse_metrics(text: str) -> list[Sample]:
         labels: tuple[tuple[str, str], ...] = ()
         if inside:
             found = _LABEL.findall(inside.strip())
-            labels = tuple(sorted((key, _unescaped(raw) if "\\" in raw else raw) for key, raw in found))
+            labels = tuple(sorted((key, _unescaped(text) if "\\" in text else text) for key, text in found))
         kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
         samples.append(Sample(name, labels, value, kind, line[: match.start(3)].strip()))
     return samples
@@ -1202,16 +1203,25 @@ def target_steps(acceptance: Acceptance, tokens: int | None, answers: int) -> in
     return steps if steps > 0 else None
 
 
-def fixed_chain(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
-    """The chain length k if every draft had it (the last of an answer may be cut) and nearly every step a draft."""
-    targets = target_steps(acceptance, tokens, answers)
-    steps = acceptance.steps if acceptance.steps is not None else targets
-    if not steps or acceptance.drafted is None or not acceptance.drafted:
+def full_drafts(acceptance: Acceptance, steps: int | None, answers: int) -> int | None:
+    """The chain length k if every draft had it, but for those that the end of an answer cut short.
+
+    Engines draft no more than is left of an answer: that touches about k / (tokens per step) drafts of each answer,
+    by k / 2 on average.
+    """
+    if not steps or not acceptance.drafted:
         return None
     k = math.ceil(acceptance.drafted / steps)
-    drafts_are_full = k * steps - acceptance.drafted <= k * answers
-    steps_have_drafts = targets is None or targets - steps <= answers
-    return k if drafts_are_full and steps_have_drafts else None
+    cut = k * answers * max(1.0, k / (2 * (1 + (acceptance.accepted or 0) / steps)))
+    return k if k * steps - acceptance.drafted <= cut else None
+
+
+def fixed_chain(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
+    """The chain length k if every draft had it and nearly every step of the target a draft."""
+    targets = target_steps(acceptance, tokens, answers)
+    steps = acceptance.steps if acceptance.steps is not None else targets
+    steps_have_drafts = targets is None or steps is None or targets - steps <= answers
+    return full_drafts(acceptance, steps, answers) if steps_have_drafts else None
 
 
 def survival(acceptance: Acceptance, tokens: int | None, answers: int) -> float | None:
@@ -1222,14 +1232,16 @@ def survival(acceptance: Acceptance, tokens: int | None, answers: int) -> float 
     accepted, steps = acceptance.accepted, acceptance.steps
     if accepted is None:
         return None
+    if accepted == 0 and acceptance.drafted:
+        return 0.0
     if acceptance.rejections is not None:
         return ratio_of(accepted, accepted + acceptance.rejections)
     if steps and acceptance.drafted and acceptance.per_position:
-        k = math.ceil(acceptance.drafted / steps)
-        if k * steps - acceptance.drafted <= k * answers:  # else a short draft may end without a rejection
-            full = acceptance.per_position[k - 1] if k <= len(acceptance.per_position) else 0
-            return ratio_of(accepted, accepted + steps - full)
-        return None
+        k = full_drafts(acceptance, steps, answers)
+        if k is None:  # a short draft may end without a rejection
+            return None
+        full = acceptance.per_position[k - 1] if k <= len(acceptance.per_position) else 0
+        return ratio_of(accepted, accepted + steps - full)
     chain = fixed_chain(acceptance, tokens, answers)
     steps = steps if steps is not None else target_steps(acceptance, tokens, answers)
     if chain is None or not steps:
@@ -1586,15 +1598,18 @@ def self_agreement(readings: Sequence[Reading]) -> tuple[JSON, set[int]]:
     result = {"compared": 0, "identical": 0, "warm_compared": 0, "warm_identical": 0}
     unstable = set()
     for prompt, repeats in by_prompt.items():
-        for number in range(1, len(repeats)):
-            same = texts_of(repeats[number]) == texts_of(repeats[0])
+        warm = [reading for reading in repeats if reading.repeat > 0]
+        for reading in repeats[1:]:
+            if not any(texts_of(reading) + texts_of(repeats[0])):
+                continue  # two empty answers are no evidence
+            same = texts_of(reading) == texts_of(repeats[0])
             result["compared"] += 1
             result["identical"] += same
-            if number > 1:
-                result["warm_compared"] += 1
-                result["warm_identical"] += texts_of(repeats[number]) == texts_of(repeats[1])
             if not same:
                 unstable.add(prompt)
+            if reading is not warm[0]:
+                result["warm_compared"] += 1
+                result["warm_identical"] += texts_of(reading) == texts_of(warm[0])
     return result, unstable
 
 
@@ -1705,10 +1720,12 @@ def gap_finding(tokens: Sequence[Any], own: bytes, other: bytes, offset: int) ->
     """
     result: JSON = {"finding": "not-known", "gap_nats": None, "baseline_token": None, "speculative_token": None}
     spelled = b"".join(_token_bytes(as_dict(entry)) for entry in tokens)
-    text_starts = spelled.rfind(own[: offset + 1]) if offset + 1 <= len(own) else spelled.rfind(own)
-    if text_starts < 0 or (offset == 0 and text_starts > 0 and not spelled.startswith(own)):
+    start, beginning = spelled.rfind(own), own[: offset + 1]
+    if start < 0 and (spelled.startswith(beginning) or spelled.count(beginning) == 1):
+        start = spelled.find(beginning)  # the answer went on differently behind the place: that does no harm
+    if start < 0:
         return {**result, "reason": "its answer changed again"}
-    at = -text_starts
+    at = -start  # reasoning comes before the content
     for entry in map(as_dict, tokens):
         size = len(_token_bytes(entry))
         if at + size > offset or (at == offset and size == 0):
@@ -1725,7 +1742,9 @@ def _gap_at(entry: JSON, rest: bytes) -> JSON:
     if chosen is None or not ranked:
         return {"reason": "the server lists no alternatives"}
     own = _token_bytes(entry)
-    matching = [(p, token) for p, raw, token in ranked if raw != own and (rest.startswith(raw) if raw else not rest)]
+    ends = re.compile(rb"(<[^<>\s]{1,40}>)?")  # an end token has no bytes, or is spelled like </s>
+    matching = [(p, token) for p, raw, token in ranked
+                if raw != own and (raw and rest.startswith(raw) if rest else ends.fullmatch(raw))]
     found: JSON = {"baseline_token": str(entry.get("token")), "at_least": not matching}
     if matching:
         gap, found["speculative_token"] = chosen - matching[0][0], matching[0][1]
@@ -1774,7 +1793,7 @@ def bisected(value_at: Callable[[float], float], wanted: float, low: float, high
 
 
 def alpha_needed(k: int, step_cost: float) -> tuple[str, float | None]:
-    """("alpha", the alpha at which k drafts pay for a step of this cost in target steps), ("any", 0), ("cannot-pay", None)."""
+    """("alpha", the alpha at which k drafts pay for a step of this cost), or ("any", 0), or ("cannot-pay", None)."""
     check_arithmetic(k=k)
     if step_cost <= 1.0:
         return "any", 0.0
@@ -1792,10 +1811,21 @@ def alpha_for_accepted(accepted_per_step: float, k: int) -> float | None:
     return bisected(lambda alpha: expected_tokens(alpha, k), 1 + accepted_per_step, 0.0, 1.0)
 
 
-def best_chain(alpha: float, c: float, longest: int = 64) -> tuple[int, float]:
-    """(chain length, speed-up) with the highest expected speed-up; length 0 (no draft) where none is above 1."""
-    check_arithmetic(alpha, longest, c)
-    return max(((k, speedup(alpha, k, c)) for k in range(longest + 1)), key=lambda pair: (pair[1], -pair[0]))
+def best_chain(alpha: float, c: float) -> tuple[int | None, float]:
+    """(chain length, speed-up) with the highest expected speed-up; length 0, no draft, where none is above 1.
+
+    The speed-up rises to one peak and falls.  Where it never falls, longer is always better: (None, its limit).
+    """
+    check_arithmetic(alpha, 0, c)
+    if c == 0.0 or (alpha == 1.0 and c < 1.0):
+        limit = 1 / (1 - alpha) if alpha < 1.0 else 1 / c if c else math.inf
+        return (None, limit) if alpha > 0.0 else (0, 1.0)
+    k, best, tokens = 0, 1.0, 1.0
+    while (tokens + alpha ** (k + 1)) / (1 + (k + 1) * c) > best:
+        k += 1
+        tokens += alpha**k
+        best = tokens / (1 + k * c)
+    return k, best
 
 
 def predicted_by_chain(survivals: Sequence[float], step_cost: Callable[[int], float], longest: int) -> list[JSON]:
@@ -2009,7 +2039,7 @@ class Unit(NamedTuple):
 
 def units_of(run: Run, runs: Sequence[Run], workload: str | None = None, decode: bool = False) -> dict[Any, Unit]:
     """What the speeds of this arm are made of: the pairs, or under load the blocks, that all of `runs` completed."""
-    if run.conditions["concurrency"] > 1 and not decode:
+    if all(each.conditions["concurrency"] > 1 for each in runs) and not decode:
         blocks = usable_blocks(runs)
         counted = {(c.workload, c.repeat): c for c in run.counted if workload in (None, c.workload)}
         return {key: Unit(key, c.tokens, c.elapsed_s) for key, c in counted.items() if key in blocks}
@@ -2340,7 +2370,7 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         }
 
     record = {
-        "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "kind": "comparison",
+        "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "kind": "comparison", "candidate": candidate.arm,
         "label": f"{label}/comparison" if candidate.arm == "speculative" else f"{label}/{candidate.arm}/comparison",
         "engine": about["engine"], "engine_version": about["engine_version"], "model": about["model"],
         "baseline_tokens_per_s": mine.tokens_per_s, "speculative_tokens_per_s": theirs.tokens_per_s,
@@ -2451,21 +2481,23 @@ def append_records(path: str, records: Sequence[JSON]) -> None:
         try:
             written = file.write(data)
         except OSError:
-            file.truncate(end)
+            _take_back(file, end)
             raise
         if written != len(data):
-            file.truncate(end)
+            _take_back(file, end)
             raise OSError(28, "no space left on device")
+
+
+def _take_back(file: BinaryIO, end: int) -> None:
+    with contextlib.suppress(OSError):  # what is no ordinary file cannot be shortened
+        file.truncate(end)
 
 
 def check_appendable(path: str) -> None:
     """UsageError, before any work is done, if the lab notebook cannot be written."""
-    existed = os.path.exists(path)
     try:
         with open(path, "ab"):
             pass
-        if not existed:
-            os.remove(path)
     except OSError as error:
         raise UsageError(f"cannot write the lab notebook {path}: {error.strerror}; another path: --labbook "
                          f"FILE") from None
@@ -2475,12 +2507,12 @@ def read_json_lines(path: str, warn: Callable[[str], None]) -> list[JSON]:
     """The JSON objects among the lines of a file; prose is skipped, a damaged line named in a warning."""
     try:
         with open(path, "rb") as file:
-            lines = file.read().split(b"\n")
+            lines = file.read().lstrip(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     records = []
     for number, line in enumerate(lines, 1):
-        if not line.lstrip().startswith(b"{"):
+        if not line.lstrip().startswith(b"{") and b"\0" not in line:  # zero bytes are what a power cut leaves
             continue
         try:
             records.append(as_dict(loads(line.decode("utf-8", "replace"))))
@@ -2724,7 +2756,7 @@ def position_lines(acceptance: JSON | None) -> list[str]:
 
 def text_lines(record: JSON) -> list[str]:
     """What became of the text: each server against itself, then against each other, then the differences."""
-    texts, name = record["text_comparison"], candidate_name(record)
+    texts, name = record["text_comparison"], record["candidate"]
     lines = []
     for words, own in (("baseline against itself", texts["baseline_self"]),
                        (f"{name} against itself", texts["speculative_self"])):
@@ -2784,12 +2816,6 @@ def audit_lines(records: Sequence[JSON]) -> list[str]:
     return list(lines)
 
 
-def candidate_name(record: JSON) -> str:
-    """The name of the candidate that a comparison record is about."""
-    parts = record["label"].split("/")
-    return parts[-2] if record["label"].count("/") > 1 and parts[-1] == "comparison" else "speculative"
-
-
 def sentence(record: JSON) -> str:
     """One sentence to quote.  Kinds of work whose verdicts differ are named one by one: a mean would hide a loser."""
     texts = record["text_comparison"]
@@ -2809,7 +2835,8 @@ def sentence(record: JSON) -> str:
 
 def comparison_lines(record: JSON) -> list[str]:
     """The whole report on one candidate."""
-    lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)), ""]
+    lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)),
+             "Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time.", ""]
     if record["concurrency"] == 1 or record["break_even"]["tokens_per_step"] is not None:
         lines += explanation_lines(record) + position_lines(record["acceptance"])
     lines += text_lines(record)
@@ -2832,7 +2859,7 @@ def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
         behind = record.get("against_best")
         real = "" if not behind else "too few prompts to tell" if behind["low"] is None else (
             "real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
-        rows.append([candidate_name(record), figure((record["speedup"] or {}).get("ratio")),
+        rows.append([record["candidate"], figure((record["speedup"] or {}).get("ratio")),
                      interval_of(record["speedup"]),
                      VERDICT_WORDS[record["verdict"]].lower(), speed_words(behind) if behind else "first", real])
     return ["", text_table(("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"), rows)]
@@ -2872,7 +2899,7 @@ def result_lines(result: Result) -> list[str]:
     lines = endpoint_lines(result.endpoints)
     for record in result.comparisons:
         if len(result.comparisons) > 1:
-            lines += ["", f"== {candidate_name(record)} =="]
+            lines += ["", f"== {record['candidate']} =="]
         lines += comparison_lines(record)
     if len(result.comparisons) > 1:
         lines += ranking_lines(result.comparisons)
@@ -2892,8 +2919,22 @@ def result_lines(result: Result) -> list[str]:
         lines += [f"{r['failed']} of {r['requests']} requests failed; the first: {r['first_error']}"
                   for r in result.endpoints if r["failed"]]
     lines += memory_lines(result.endpoints) + audit_lines(result.records()) + [""]
-    lines += [(f"{candidate_name(r)}: " if len(result.comparisons) > 1 else "") + sentence(r)
+    lines += [(f"{r['candidate']}: " if len(result.comparisons) > 1 else "") + sentence(r)
               for r in result.comparisons]
+    return lines
+
+
+def levels_lines(results: Sequence[Result]) -> list[str]:
+    """The report of every concurrency level, and where there are several, of what load does to the gain."""
+    lines: list[str] = []
+    for result in results:
+        if len(results) > 1:
+            lines += ["", f"=== {result.endpoints[0]['concurrency']} requests at a time ==="]
+        lines += result_lines(result)
+    comparisons = [record for result in results for record in result.comparisons]
+    for label in dict.fromkeys(record["label"] for record in comparisons):
+        levels = [record for record in comparisons if record["label"] == label]
+        lines += crossover_lines(levels) if len(levels) > 1 else []
     return lines
 
 
@@ -2920,7 +2961,7 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> st
     lines.append("- started with (fill in): baseline `...`, speculative `...`")
     for record in result.comparisons:
         texts, acceptance = record["text_comparison"], record["acceptance"] or {}
-        lines += ["", f"## {candidate_name(record)}: {texts['divergent']} of {texts['compared']} pairs differ", "",
+        lines += ["", f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ", "",
                   f"Baseline against itself: {texts['baseline_self']['identical']} of "
                   f"{texts['baseline_self']['compared']} repeats identical. "
                   f"Acceptance {figure(acceptance.get('rate'))}."]
@@ -2971,7 +3012,7 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
 
 
 def history_rows(records: Sequence[JSON]) -> list[list[str]]:
-    """One row for each run of a label; change to the run before: v lower, ^ higher, = within the interval, ? unknown."""
+    """One row for each run of a label; change to the run before: v lower, ^ higher, = within the interval."""
     rows = []
     for before, record in zip([None, *records], records):
         mark, changes = "", []
@@ -3011,7 +3052,8 @@ def markdown_report(records: Sequence[JSON]) -> str:
         lines.append("No comparison is recorded.")
     for label, group in groups.items():
         latest = group[-1]
-        levels = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
+        same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
+        levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
         lines += [f"## {label}", "", *map(printable, (sentence(r) for r in levels)), ""]
         lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(latest)), ""]
         lines += [printable(line.strip()) for line in explanation_lines(latest)] + [""]
@@ -3147,7 +3189,7 @@ def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
     """Produce `length` tokens at their modelled times; waits end at absolute deadlines, so errors do not add up."""
     config, due = state.config, started + state.config.prefill_s
     entry: JSON = {"prompt": prompt, "tokens": length, "steps": 0, "plain_steps": 0, "drafted": 0, "accepted": 0,
-             "positions": [0] * len(state.positions), "prefill_s": config.prefill_s, "decode_s": 0.0}
+             "rejected": 0, "positions": [0] * len(state.positions), "prefill_s": config.prefill_s, "decode_s": 0.0}
     with state.lock:
         state.active += 1
     try:
@@ -3166,6 +3208,7 @@ def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
             entry["steps" if drafted else "plain_steps"] += 1
             entry["drafted"] += drafted
             entry["accepted"] += accepted
+            entry["rejected"] += accepted < drafted
             for i in range(accepted):
                 entry["positions"][i] += 1
     finally:
@@ -3296,7 +3339,7 @@ def cpu_share(seconds: float = 0.25) -> float:
 
 def reference_truth(log: Sequence[JSON]) -> JSON:
     """True figures of one reference server from its own log: speeds in tokens/s, times in seconds, exact counts."""
-    counts = ("tokens", "steps", "plain_steps", "drafted", "accepted")
+    counts = ("tokens", "steps", "plain_steps", "drafted", "accepted", "rejected")
     total = {name: sum(entry[name] for entry in log) for name in counts}
     decode_s, prefill_s = math.fsum(e["decode_s"] for e in log), math.fsum(e["prefill_s"] for e in log)
     targets = total["steps"] + total["plain_steps"]
@@ -3746,7 +3789,7 @@ def run_file(path: str | None) -> Iterator[BinaryIO | None]:
         yield None
         return
     try:
-        file = open(path, "xb")
+        file = open(path, "xb")  # noqa: SIM115 - closed below; only the opening may fail here
     except FileExistsError:
         raise UsageError(f"{path} exists and may hold an earlier run; remove it or name another file for "
                          f"--save-run") from None
@@ -3765,7 +3808,7 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     if not records:
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
         return INTERRUPTED
-    alarms = alarms_of(args, records)
+    alarms = alarms_of(args, records, (lambda words: None) if args.quiet else say_on_stderr)
     try:
         append_records(args.labbook, records)
     except OSError as error:
@@ -3773,21 +3816,15 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
         for record in records:
             sys.stdout.write(json_line(record).decode())
     if args.divergence_report:
-        text = markdown_divergences(done[-1].result, prompts if getattr(args, "include_prompts", False) else None)
+        shown = prompts if getattr(args, "include_prompts", False) else None
+        text = "\n".join(markdown_divergences(level.result, shown) for level in done)
         try:
             with open(args.divergence_report, "w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
         except OSError as error:
             trouble = f"cannot write {args.divergence_report}: {error.strerror}"
     if not args.quiet:
-        for level in done:
-            if len(measured) > 1:
-                print_lines(["", f"=== {level.runs[0].conditions['concurrency']} requests at a time ==="])
-            print_lines(result_lines(level.result))
-        for arm in dict.fromkeys(r["label"] for level in done for r in level.result.comparisons):
-            levels = [r for level in done for r in level.result.comparisons if r["label"] == arm]
-            if len(levels) > 1:
-                print_lines(crossover_lines(levels))
+        print_lines(levels_lines([level.result for level in done]))
     for alarm in alarms:
         say_on_stderr(alarm)
     dead = [record for record in records if record["kind"] == "endpoint" and not record["completed"]]
@@ -3798,7 +3835,7 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     return INTERRUPTED if interrupted else COULD_NOT_MEASURE if dead or trouble else FINDING if alarms else MEASURED
 
 
-def alarms_of(args: argparse.Namespace, records: Sequence[JSON]) -> list[str]:
+def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Callable[[str], None]) -> list[str]:
     """One line for each --fail-on condition that holds."""
     alarms = []
     for record in records:
@@ -3814,7 +3851,7 @@ def alarms_of(args: argparse.Namespace, records: Sequence[JSON]) -> list[str]:
                           f"disagree with itself; the first: {texts['divergences'][0]['prompt_id']} at byte "
                           f"{texts['divergences'][0]['first_difference_at_byte']}")
     if "regression" in args.fail_on and os.path.exists(args.labbook):
-        alarms += regressions(read_json_lines(args.labbook, lambda words: None), records)
+        alarms += regressions(read_json_lines(args.labbook, warn), records)
     return alarms
 
 
@@ -3827,39 +3864,50 @@ def compare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="compare although conditions differ, and mark the record")
     args = parser.parse_args(argv)
     say = (lambda words: None) if args.quiet else say_on_stderr
-    runs, triage = read_runs(args.baseline, say)
-    if args.speculative:
-        runs = [run for run in runs if run.arm == "baseline"] or runs
-    for path in args.speculative:
-        more, more_triage = read_runs(path, say)
-        stem = os.path.splitext(os.path.basename(path))[0]
-        alone = len({run.arm for run in more}) == 1
-        found = more if alone else [run for run in more if run.arm != "baseline"]
-        for run in found:
-            taken = {other.arm for other in runs} | {"baseline"}
-            name = stem if run.arm in taken else run.arm
-            runs.append(replace(run, arm=name))
-            triage[name] = more_triage.get(run.arm, triage.get(name, {}))
+    levels, triage = runs_to_compare(args.baseline, args.speculative, say)
     check_appendable(args.labbook)
     measured = []
-    for level in sorted({run.conditions["concurrency"] for run in runs}):
-        arms = [run for run in runs if run.conditions["concurrency"] == level]
-        if not args.force and len(arms) < 2 and len(runs) > 1:
-            raise UsageError(f"concurrency differs: level {level} stands in one run only; --force compares what can "
-                             f"be compared")
-        first = next((run for run in arms if run.arm == "baseline"), arms[0])
-        arms = [replace(first, arm="baseline"), *(run for run in arms if run is not first)]
+    for arms in levels:
         if len(arms) < 2:
             raise UsageError(f"{args.baseline} holds one run only; give the file of the other server too")
         differ = sorted({name for run in arms[1:] for name in differing_conditions(arms[0], run)})
         if differ and not args.force:
-            raise UsageError(f"the runs cannot be compared; these differ: {', '.join(differ)} (--force compares all "
-                             f"the same)")
-        interrupted = any(run.interrupted for run in arms)
-        measured.append(Measured(result_of(arms, args.label, args.min_gain, triage, differ), arms, False))
-        if interrupted:
+            raise UsageError(f"the runs cannot be compared; these differ: {', '.join(differ)}; --force does it anyway")
+        if any(run.interrupted for run in arms):
             say("a run was interrupted; what was finished is compared")
+        measured.append(Measured(result_of(arms, args.label, args.min_gain, triage, differ), arms, False))
     return conclude(args, measured, None, None)
+
+
+def runs_to_compare(
+    first: str, others: Sequence[str], say: Callable[[str], None]
+) -> tuple[list[list[Run]], dict[str, JSON]]:
+    """For each concurrency level of the baseline its runs, the baseline first; and the triage findings by arm.
+
+    Candidates are named by their arm, or by the stem of their file where that arm says nothing or is taken.
+    """
+    runs, triage = read_runs(first, say)
+    baseline = next((run.arm for run in runs if run.arm == "baseline"), runs[0].arm)
+    baselines = [replace(run, arm="baseline") for run in runs if run.arm == baseline]
+    candidates = [run for run in runs if run.arm != baseline]
+    for path in others:
+        more, findings = read_runs(path, say)
+        stem, taken = os.path.splitext(os.path.basename(path))[0], {"baseline", *(run.arm for run in candidates)}
+        for arm in dict.fromkeys(run.arm for run in more):
+            if arm == "baseline" and any(run.arm != arm for run in more):
+                continue
+            name = stem if arm in taken or (arm == "speculative" and len(others) > 1) else arm
+            name = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
+            candidates += [replace(run, arm=name) for run in more if run.arm == arm]
+            triage[name] = findings.get(arm, triage.get(name, {}))
+    levels = []
+    for run in baselines:
+        level = run.conditions["concurrency"]
+        # a candidate that was measured at one other level still stands here: its refusal names what differs
+        matching = [c for c in candidates if c.conditions["concurrency"] == level
+                    or (len(baselines) == 1 and sum(other.arm == c.arm for other in candidates) == 1)]
+        levels.append([run, *matching])
+    return levels, triage
 
 
 def report_command(argv: Sequence[str]) -> int:
@@ -3907,8 +3955,10 @@ def break_even_command(argv: Sequence[str]) -> int:
     if args.alpha is not None:
         told["speedups"] = [{"chain": k, "draft_cost": c, "speedup": speedup(args.alpha, k, c)} for k in args.chain
                             for c in args.draft_cost]
-        told["best"] = [dict(zip(("draft_cost", "chain", "speedup"), (c, *best_chain(args.alpha, c))))
-                        for c in args.draft_cost]
+        told["best"] = []
+        for c in args.draft_cost:
+            chain, best = best_chain(args.alpha, c)
+            told["best"].append({"draft_cost": c, "chain": chain, "speedup": best if math.isfinite(best) else None})
     if args.measured_step_cost is not None:
         told["measured"] = {"step_cost": args.measured_step_cost, "tokens_per_step": args.tokens_per_step,
                             "speedup": args.tokens_per_step / args.measured_step_cost}
@@ -3930,8 +3980,11 @@ def break_even_lines(args: argparse.Namespace, told: JSON) -> list[str]:
     if args.alpha is not None:
         lines += grid(f"speed-up at alpha = {args.alpha:g}:", told["speedups"], lambda e: f"{e['speedup']:.3f}")
         for best in told["best"]:
-            lines.append(f"best chain length at c = {best['draft_cost']:g}: " + (
-                f"{best['chain']} ({best['speedup']:.3f}x)" if best["chain"] else "none, no draft pays"))
+            words = f"{best['chain']} ({best['speedup']:.3f}x)" if best["chain"] else "none, no draft pays"
+            if best["chain"] is None:
+                limit = "without limit" if best["speedup"] is None else f"towards {best['speedup']:.3f}x"
+                words = f"longer is always better, {limit}"
+            lines.append(f"best chain length at c = {best['draft_cost']:g}: {words}")
     if "measured" in told:
         ratio = told["measured"]["speedup"]
         lines.append(f"measured: {args.tokens_per_step:g} tokens per step at a cost of {args.measured_step_cost:g} "
@@ -4000,7 +4053,6 @@ def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Refere
     baseline, candidate = measured.result.endpoints
     comparison, (plain, drafted) = measured.result.comparisons[0], truth
     acceptance, why = candidate["acceptance"], comparison["break_even"]
-    rejected = drafted["steps"] - (drafted["positions"] or [0])[-1]
     true_x = drafted["step_s"] / drafting.step_s
     logs = [math.log(plain["request_s"][p] / drafted["request_s"][p]) for p in plain["request_s"]]
     rows: list[JSON] = []
@@ -4021,7 +4073,7 @@ def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Refere
     for name in ("steps", "drafted", "accepted"):
         add({"steps": "verification steps"}.get(name, f"tokens {name}"), drafted[name], acceptance[name], 0, "exact")
     add("acceptance rate", drafted["accepted"] / drafted["drafted"], acceptance["rate"], 0, "exact")
-    add("alpha", drafted["accepted"] / (drafted["accepted"] + rejected), acceptance["alpha"], 0, "exact")
+    add("alpha", drafted["accepted"] / (drafted["accepted"] + drafted["rejected"]), acceptance["alpha"], 0.02, "absolute")
     add("accepted per position", [count / drafted["steps"] for count in drafted["positions"]],
         acceptance["per_position"], 0, "exact")
     add("tokens per step", drafted["tokens_per_step"], acceptance["tokens_per_target_step"], 0, "exact")

@@ -1,6 +1,7 @@
 """What several test files share: running the program, in this process, in a folder of its own."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -61,8 +62,11 @@ def run_main(*argv, files=None, prompts=None, env=None, terminal=False):
         finally:
             os.chdir(here)
         left = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        lines = left.get("labbook.md", b"").splitlines()
-        return Outcome(code, out.getvalue(), err.getvalue(), [json.loads(x) for x in lines if x.startswith(b"{")], left)
+        records = []
+        for line in left.get("labbook.md", b"").splitlines():
+            with contextlib.suppress(ValueError):       # a damaged line may be there on purpose
+                records += [json.loads(line)] if line.startswith(b"{") else []
+        return Outcome(code, out.getvalue(), err.getvalue(), records, left)
 
 
 def measure(baseline, candidate, *flags, **options):
@@ -70,3 +74,49 @@ def measure(baseline, candidate, *flags, **options):
     urls = ["--baseline-url", baseline.url] if baseline else []
     urls += ["--speculative-url", candidate.url] if candidate else []
     return run_main(*urls, *flags, **options)
+
+
+# ---- run files with planted figures ----
+
+@functools.lru_cache(maxsize=None)
+def _real_lines():
+    """One line of each kind from a real run file: what planted runs are made of."""
+    from tests.fakes import FakeServer
+    with FakeServer("plain") as server:
+        saved = measure(server, None, "--save-run", "run.jsonl", prompts=["one"]).files["run.jsonl"]
+    return {line["kind"]: line for line in map(json.loads, saved.splitlines())}
+
+
+def answer(tokens, seconds, drafted=None, accepted=None, content="the same text", **fields):
+    """A planted answer whose whole time is decode time by the server's clock; `fields` go over those of a reading."""
+    timings = {"predicted_n": tokens, "predicted_ms": 1000 * seconds}
+    if drafted is not None:
+        timings.update(draft_n=drafted, draft_n_accepted=accepted)
+    return dict({"content": content, "latency_s": seconds, "ttft_s": None, "decode_s": seconds, "decode_tokens": tokens - 1,
+                 "decode_source": "timings", "completion_tokens": tokens, "statistics": {"timings": timings},
+                 "timings": timings}, **fields)
+
+
+def saved_run(arm, answers, workloads=None, request=(), end=True, **conditions):
+    """A run file of one arm: answers[i] lists the repeats of prompt i, each an `answer` or the text of an error."""
+    real = _real_lines()
+    workloads = workloads or ["work"] * len(answers)
+    prompts = [{"id": "p%d" % i, "workload": name, "sha256": "%016x" % i} for i, name in enumerate(workloads)]
+    header = dict(real["run"], arm=arm, run_id="run-" + arm, prompts=prompts, repeats=max(map(len, answers)), findings=[],
+                  **conditions)
+    header["request"] = dict(header["request"], **dict(request))
+    lines = [header]
+    for repeat in range(header["repeats"]):
+        for i, repeats in enumerate(answers):
+            if repeat < len(repeats):
+                fields = repeats[repeat]
+                fields = {"error": fields} if isinstance(fields, str) else dict(fields, error=None)
+                lines.append(dict(real["reading"], arm=arm, prompt_index=i, prompt_id="p%d" % i, workload=workloads[i],
+                                  repeat=repeat, place=0, **fields))
+    lines += [dict(real["end"], arm=arm)] if end else []
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def compare(*runs, flags=()):
+    """`compare` on run files given as {name: bytes} or (name, bytes) pairs, the baseline first; returns the Outcome."""
+    return run_main("compare", *(name for name, _ in runs), *flags, files=dict(runs))

@@ -241,23 +241,19 @@ class ReferenceTexts(unittest.TestCase):
 
 
 class Calibrate(unittest.TestCase):
-    """In process, on the nine built-in prompts up to the one that holds the planted difference, in short steps."""
+    """In process, with answers of 16 tokens and fast servers: only what is said of the numbers counts here, not how good they are."""
 
-    def calibrate(self, *flags, share=1.0, rows=None, step_ms="0.5", truth=None):
-        """The outcome; `rows(rows)` may change the rows, `truth(truth)` the true figures, before they are judged."""
+    def calibrate(self, *flags, share=1.0, rows=list):
+        """The outcome; `rows(rows)` may change the rows before they are judged."""
         judge = measure_speculative.calibration_rows
 
-        def judged(measured, true, drafting):
-            found = judge(measured, (truth or list)(true), drafting)
-            return rows(found) if rows else found
+        def fast(alpha, chain, draft_cost, step_s):
+            self.assertEqual(0.1, step_s)
+            return Reference(alpha, chain, draft_cost, **FAST)
 
-        def short(*args, **more):
-            return Reference(*args, **dict(more, prefill_s=0.002))
-
-        prompts = measure_speculative.built_in_prompts()[:9]
-        with mock.patch.multiple(measure_speculative, calibration_rows=judged, Reference=short, cpu_share=lambda *args: share,
-                                 built_in_prompts=lambda: prompts):
-            return run_main("calibrate", "--step-ms", step_ms, *flags)
+        with mock.patch.multiple(measure_speculative, calibration_rows=lambda *args: rows(judge(*args)), Reference=fast,
+                                 cpu_share=lambda *args: share):
+            return run_main("calibrate", "--step-ms", "100", *flags)
 
     @staticmethod
     def all_well(rows):
@@ -295,8 +291,8 @@ class Calibrate(unittest.TestCase):
         told = json.loads(outcome.out)
         rows = {row["quantity"]: row for row in told["quantities"]}
         config = Reference(alpha=0.6, chain=2)
-        steps = [step for prompt in measure_speculative.built_in_prompts()[:9]
-                 for step in loop_by_hand(config, prompt.messages[-1]["content"], 192)]
+        steps = [step for prompt in measure_speculative.built_in_prompts()
+                 for step in loop_by_hand(config, prompt.messages[-1]["content"], 16)]
         self.assertEqual({"quantity", "true", "measured", "error", "unit", "within"}, set(rows["ratio"]))
         for quantity, true in (("verification steps", sum(d > 0 for d, _, _ in steps)), ("tokens drafted", sum(d for d, _, _ in steps)),
                                ("tokens accepted", sum(a for _, a, _ in steps))):
@@ -322,13 +318,13 @@ class Calibrate(unittest.TestCase):
                 self.assertEqual(2, run_main("calibrate", *flags).code)
 
     def test_every_kind_of_truth_can_be_calibrated(self):
-        for alpha, chain, cost in (("0", "1", "0"), ("1", "64", "0"), ("0", "4", "1.5")):
+        for alpha, chain, cost in (("0", "1", "0"), ("1", "14", "0"), ("0", "4", "1.5")):
             with self.subTest(alpha=alpha, chain=chain, cost=cost):
                 outcome = self.calibrate("--json", "--alpha", alpha, "--chain", chain, "--draft-cost", cost)
                 rows = {row["quantity"]: row for row in json.loads(outcome.out)["quantities"]}
-                wrong = [row for row in rows.values() if row["unit"] == "exact" and not row["within"]]
-                self.assertEqual([], wrong)
-                self.assertEqual(float(alpha), rows["alpha"]["measured"])
+                timed = ("/s", "ms", "ratio", "cost")
+                self.assertEqual([], [row for name, row in rows.items() if not row["within"] and not any(map(name.count, timed))])
+                self.assertAlmostEqual(float(alpha), rows["alpha"]["measured"], delta=0.02)
 
 
 class CalibrationRows(unittest.TestCase):
@@ -442,7 +438,7 @@ class CalibrationRows(unittest.TestCase):
         self.assertAlmostEqual(accepted / (accepted + rejected), self.rows()["alpha"]["true"], 9)
 
 
-# Runs the program and says on stdout which processes it starts.
+# Runs the program without its pauses, and says on stdout which processes it starts.
 SHOW_CHILDREN = """
 import subprocess, sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -453,6 +449,7 @@ def shown(*args, **more):
     print(process.pid, flush=True)
     return process
 measure_speculative.subprocess.Popen = shown
+measure_speculative.SETTLE_PAUSE_S, measure_speculative.cpu_share = 0.0, lambda *args: 1.0
 sys.exit(measure_speculative.main(sys.argv[1:]))
 """
 
@@ -494,7 +491,7 @@ class ProcessesEnd(unittest.TestCase):
         self.assertEqual([], [pid for pid in pids if alive(pid)])
 
     def test_ctrl_c_at_any_moment_leaves_no_server_behind(self):
-        for moment, children, pause_s in (("starting", 1, 0.0), ("started", 2, 0.05), ("measuring", 2, 0.8)):
+        for moment, children, pause_s in (("starting", 1, 0.0), ("started", 2, 0.05), ("measuring", 2, 0.6)):
             with self.subTest(moment), self.calibrating(children=children) as (program, pids):
                 time.sleep(pause_s)
                 os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the program and its servers
@@ -514,7 +511,7 @@ class ProcessesEnd(unittest.TestCase):
     def test_a_killed_server_ends_the_calibration_with_a_sentence_and_no_process(self):
         for which in (0, 1):
             with self.subTest(which=which), self.calibrating("--step-ms", "0.5") as (program, pids):
-                time.sleep(1.0)  # in the middle of the measurement
+                time.sleep(0.7)  # in the middle of the measurement
                 os.kill(pids[which], signal.SIGKILL)
                 _, err = program.communicate(timeout=20)
                 self.assertEqual(1, program.returncode, err)

@@ -1,0 +1,314 @@
+"""The lab notebook: nothing that was measured is lost, torn or mixed."""
+
+import builtins
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+import measure_speculative as ms
+from tests.fakes import CASES, FakeServer
+from tests.support import PROGRAM, measure, run_main
+from tests.test_texts import replayed
+
+E02 = CASES / "E02"
+WORKERS, APPENDS, VICTIMS = 8, 200, 6
+
+WORKER = """
+import os, sys, time
+import measure_speculative as ms
+name, book, go = sys.argv[1:]
+for n in range(%d):
+    while n == %d and not os.path.exists(go):       # the second half comes when the victims are dead
+        time.sleep(0.005)
+    ms.append_records(book, [{"worker": name, "n": n, "text": name * 300}])
+""" % (APPENDS, APPENDS // 2)
+
+# Dies with half its bytes in the file and the lock in its hand, as under kill -9.
+VICTIM = """
+import io, os, signal, sys
+import measure_speculative as ms
+class Torn(io.FileIO):
+    def write(self, data):
+        super().write(data[:len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL) if hasattr(signal, "SIGKILL") else os._exit(9)
+name, book = sys.argv[1:]
+for n in range(3):
+    ms.append_records(book, [{"victim": name, "n": n}])
+ms.open = lambda path, mode, **options: Torn(path, mode.replace("b", ""))
+ms.append_records(book, [{"victim": name, "n": 3, "text": name * 500}])
+"""
+
+
+def script(code, *words):
+    env = dict(os.environ, PYTHONPATH=str(PROGRAM.parent))
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, words)], env=env)
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.book = self.folder / "labbook.md"
+
+    def copy(self, name):
+        shutil.copyfile(E02 / name, self.book)
+        return self.book.read_bytes()
+
+    def read(self):
+        """(records, warnings)"""
+        warnings = []
+        return ms.read_json_lines(str(self.book), warnings.append), warnings
+
+
+class Append(Folder):
+    def test_e02_a_torn_last_line_is_ended_and_kept(self):
+        old = self.copy("torn.jsonl")
+        ms.append_records(str(self.book), [{"new": 1}])
+        self.assertFalse(old.endswith(b"\n"))
+        self.assertEqual(self.book.read_bytes(), old + b'\n{"new": 1}\n')
+        self.assertEqual([r.get("new") for r in self.read()[0]], [None, 1])
+
+    def test_e02_a_whole_last_line_without_its_end_is_kept_whole(self):
+        self.copy("no_newline.jsonl")
+        ms.append_records(str(self.book), [{"new": 1}])
+        records, warnings = self.read()
+        self.assertEqual((len(records), warnings), (3, []))
+
+    def test_prose_and_old_bytes_stay_and_records_follow_in_order(self):
+        old = b"# My notes\r\n\r\nTuesday: new card.\n\xff\n"
+        self.book.write_bytes(old)
+        ms.append_records(str(self.book), [{"n": 1}, {"n": 2}])
+        ms.append_records(str(self.book), [{"n": 3}])
+        self.assertEqual(self.book.read_bytes(), old + b'{"n": 1}\n{"n": 2}\n{"n": 3}\n')
+
+    def test_a_new_notebook_is_made(self):
+        ms.append_records(str(self.book), [{"n": "\u00e9\U0001f389\ud83c\n"}])
+        self.assertEqual(self.book.read_bytes(), b'{"n": "\\u00e9\\ud83c\\udf89\\ud83c\\n"}\n')
+
+    def test_records_hold_no_nan(self):
+        with self.assertRaises(ValueError):
+            ms.append_records(str(self.book), [{"n": 1}, {"x": float("nan")}])
+        self.assertFalse(self.book.exists() and self.book.read_bytes())
+
+    def test_all_records_go_out_in_one_write(self):
+        sizes, real = [], builtins.open
+
+        def watched(*args, **options):
+            file = real(*args, **options)
+            write = file.write
+            counted = mock.Mock(wraps=file, write=lambda data: (sizes.append(len(data)), write(data))[1])
+            counted.__enter__, counted.__exit__ = lambda _: counted, lambda _, *exc: file.close()
+            return counted
+        with mock.patch.object(ms, "open", watched, create=True):
+            ms.append_records(str(self.book), [{"n": n, "text": "x" * 5000} for n in range(9)])
+        self.assertEqual(sizes, [self.book.stat().st_size])
+
+    def test_eight_jobs_at_once_lose_tear_and_mix_nothing_while_others_are_killed(self):
+        self.book.write_bytes(b"# Notes")
+        go = self.folder / "go"
+        names = "abcdefgh"[:WORKERS]
+        workers = [script(WORKER, name, self.book, go) for name in names]
+        victims = [script(VICTIM, "vwxyzu"[i], self.book) for i in range(VICTIMS)]
+        try:
+            self.assertFalse([code for code in (victim.wait(60) for victim in victims) if code == 0])
+            go.write_bytes(b"")
+            self.assertEqual([worker.wait(60) for worker in workers], [0] * WORKERS)
+        finally:
+            for process in workers + victims:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        data = self.book.read_bytes()
+        self.assertTrue(data.endswith(b"\n"))
+        records, warnings = self.read()
+        kept = [r for r in records if "worker" in r]
+        for name in names:
+            mine = [r for r in kept if r["worker"] == name]
+            self.assertEqual([r["n"] for r in mine], list(range(APPENDS)))
+            self.assertTrue(all(r["text"] == name * 300 for r in mine))
+        self.assertEqual(len(kept), WORKERS * APPENDS)
+        self.assertEqual(len([r for r in records if "victim" in r]), 3 * VICTIMS)
+        self.assertEqual(len(warnings), VICTIMS)        # each torn line stands alone and is named
+        self.assertEqual(data.count(b"\n"), 1 + len(records) + VICTIMS)
+
+
+class Read(Folder):
+    def test_e02_glued_lines_are_reported_and_a_good_one_is_kept(self):
+        self.copy("glued.jsonl")
+        records, warnings = self.read()
+        self.assertEqual(records[0]["tok_s"], 40.0)
+        self.assertRegex(" ".join(warnings), r"labbook\.md:2\b")
+
+    def test_e02_a_number_cut_short_is_no_value(self):
+        self.copy("digits_cut.jsonl")
+        records, warnings = self.read()
+        self.assertEqual([r["tok_s"] for r in records], [40.0])
+        self.assertRegex(warnings[0], r"labbook\.md:2\b")
+
+    def test_prose_is_skipped_in_silence_and_damaged_lines_are_named(self):
+        self.book.write_bytes(b'# Notes\n\n{"n": 1}\n- a list\n{"n": 2\n  {"n": 3}\r\n{"n": NaN}\n{"n": "\xff\n\n{"n": 4}')
+        records, warnings = self.read()
+        self.assertEqual([r["n"] for r in records], [1, 3, 4])
+        self.assertEqual([w.split(":")[-2] for w in warnings], ["5", "7", "8"])
+
+    def test_a_line_of_zero_bytes_from_a_power_cut_is_named(self):
+        self.book.write_bytes(b'{"n": 1}\n' + b"\0" * 50 + b'{"n": 2}\n{"n": 3}\n')
+        records, warnings = self.read()
+        self.assertIn(3, [r["n"] for r in records])
+        self.assertRegex(" ".join(warnings), r"labbook\.md:2\b")
+
+    def test_a_byte_order_mark_does_not_hide_the_first_record(self):
+        self.book.write_bytes(b'\xef\xbb\xbf{"n": 1}\n{"n": 2}\n')
+        self.assertEqual([r["n"] for r in self.read()[0]], [1, 2])
+
+    def test_report_names_damaged_lines(self):
+        outcome = run_main("report", "book.md", files={"book.md": '# x\n{"lab": 1\n'})
+        self.assertEqual(outcome.code, 0)
+        self.assertIn("book.md:2", outcome.err)
+
+    def test_the_regression_alarm_names_damaged_lines_too(self):
+        with FakeServer() as a, FakeServer() as b:
+            outcome = measure(a, b, "--fail-on", "regression", prompts=["p"], files={"labbook.md": '{"lab": \n'})
+        self.assertIn("labbook.md:1", outcome.err)
+
+
+class Refused(unittest.TestCase):
+    def refused(self, path, files=None):
+        with FakeServer() as a, FakeServer() as b:
+            outcome = measure(a, b, "--labbook", path, prompts=["p"], files=files)
+            self.assertEqual((a.requests, b.requests), ([], []))
+        self.assertEqual((outcome.code, outcome.out), (2, ""))
+        self.assertEqual(len(outcome.err.splitlines()), 1)
+        self.assertIn(path, outcome.err)
+        return outcome
+
+    def test_a_missing_folder(self):
+        self.refused("no/such/folder/labbook.md")
+
+    def test_a_folder_in_its_place(self):
+        self.refused(".")
+
+    def test_a_read_only_file(self):
+        """Denied by hand: a test run as root could write to it."""
+        real = builtins.open
+
+        def denied(path, mode="r", *args, **options):
+            if str(path) == "book.md" and ("a" in mode or "w" in mode or "+" in mode):
+                raise PermissionError(13, "Permission denied", path)
+            return real(path, mode, *args, **options)
+        with mock.patch.object(builtins, "open", denied):
+            outcome = self.refused("book.md")
+        self.assertIn("Permission denied", outcome.err)
+
+    def test_compare_refuses_it_too(self):
+        with FakeServer() as a, FakeServer() as b:
+            saved = measure(a, b, "--save-run", "run.jsonl", prompts=["p"]).files["run.jsonl"]
+        outcome = run_main("compare", "run.jsonl", "--labbook", "no/book.md", files={"run.jsonl": saved})
+        self.assertEqual((outcome.code, outcome.out), (2, ""))
+
+    def test_the_check_leaves_an_old_notebook_as_it_is(self):
+        with FakeServer() as a:
+            outcome = run_main("--baseline-url", a.url, "--model", "wrong", "--prompts", "none.txt", files={"labbook.md": "# Notes"})
+        self.assertEqual((outcome.code, outcome.files["labbook.md"]), (2, b"# Notes"))
+
+    def test_the_check_never_deletes_what_another_job_wrote(self):
+        """Another job starts the notebook while this one checks that it could."""
+        real = builtins.open
+        with tempfile.TemporaryDirectory() as folder:
+            book = os.path.join(folder, "labbook.md")
+
+            def slow(path, *args, **options):
+                file = real(path, *args, **options)
+                with real(book, "ab") as other:
+                    other.write(b'{"other": 1}\n')
+                return file
+            with mock.patch.object(builtins, "open", slow):
+                ms.check_appendable(book)
+            self.assertTrue(os.path.exists(book), "the other job's record is gone")
+            self.assertIn(b'{"other": 1}', pathlib.Path(book).read_bytes())
+
+
+class FailsAtTheEnd(unittest.TestCase):
+    def assert_printed(self, code, out, err, count=3):
+        printed = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        self.assertEqual(code, 1)
+        self.assertEqual(len(printed), count)
+        self.assertEqual([r["kind"] for r in printed][-1], "comparison")
+        self.assertRegex(err, "(?i)cannot append to .*standard output")
+        self.assertNotIn("Traceback", err)
+
+    def test_the_records_are_printed_and_it_says_so(self):
+        for flags in ((), ("--quiet",)):
+            with self.subTest(flags), FakeServer() as a, FakeServer() as b, \
+                    mock.patch.object(ms, "append_records", side_effect=OSError(28, "No space left on device")):
+                outcome = measure(a, b, *flags, prompts=["p"])
+                self.assert_printed(outcome.code, outcome.out, outcome.err)
+                self.assertIn("No space left on device", outcome.err)
+
+    def test_a_write_that_fails_half_way_is_taken_back(self):
+        """A real limit on the size of a file, 200 bytes above what is there."""
+        try:
+            import resource     # noqa: F401  (not on Windows)
+        except ImportError:
+            self.skipTest("no resource limits here")
+        code = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); import measure_speculative as ms; "
+                "ms.SETTLE_PAUSE_S = 0; resource.setrlimit(resource.RLIMIT_FSIZE, (215, 215)); sys.exit(ms.main(sys.argv[1:]))")
+        with tempfile.TemporaryDirectory() as folder, FakeServer() as a, FakeServer() as b:
+            book = pathlib.Path(folder) / "labbook.md"
+            book.write_bytes(b"# Notes\n{\"n\": 1")
+            done = subprocess.run([sys.executable, "-c", code, "--baseline-url", a.url, "--speculative-url", b.url], cwd=folder,
+                                  env=dict(os.environ, PYTHONPATH=str(PROGRAM.parent), PYTHONDONTWRITEBYTECODE="1"),
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60, encoding="ascii")
+            self.assert_printed(done.returncode, done.stdout, done.stderr)
+            self.assertEqual(book.read_bytes(), b"# Notes\n{\"n\": 1")
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
+    def test_a_full_device(self):
+        with FakeServer() as a, FakeServer() as b:
+            outcome = measure(a, b, "--labbook", "/dev/full", prompts=["p"])
+        self.assert_printed(outcome.code, outcome.out, outcome.err)
+        self.assertIn("No space left", outcome.err)
+
+    def test_the_null_device_is_a_notebook_for_those_who_want_none(self):
+        with FakeServer() as a, FakeServer() as b:
+            self.assertEqual(measure(a, b, "--labbook", os.devnull, prompts=["p"]).code, 0)
+
+
+class Console(unittest.TestCase):
+    def measured_under(self, env):
+        with tempfile.TemporaryDirectory() as folder, replayed("E04/baseline.json") as a, replayed("E04/spec.json") as b:
+            command = [sys.executable, str(PROGRAM), "--baseline-url", a.url, "--speculative-url", b.url, "--model", "m", "--warmup", "0",
+                       "--prompts", str(CASES / "E04" / "prompts.txt"), "--divergence-report", "bug.md", "--include-prompts"]
+            done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60)
+            asked = a.chats[0]["body"]["messages"][0]["content"]
+            return done, (pathlib.Path(folder) / "labbook.md").read_bytes(), asked
+
+    def test_e04_cron_without_a_locale(self):
+        words = json.loads((CASES / "E04" / "env.json").read_text())["env"].split()[2:]
+        bare = dict(word.split("=", 1) for word in words)
+        utf8 = dict(os.environ, PYTHONUTF8="1", PYTHONIOENCODING="utf-8")
+        if os.name == "nt":
+            bare["SYSTEMROOT"] = os.environ.get("SYSTEMROOT", "")
+        done, book, asked = self.measured_under(bare)
+        self.assertEqual((done.returncode, asked), (0, "Wie gro\u00df ist ein Bakterium?"), done.stderr)
+        for stream in (done.stdout, done.stderr, book):
+            stream.decode("ascii")
+            self.assertNotIn(b"Traceback", stream)
+        self.assertIn(b"\\u2192 ok", done.stdout)
+        found = json.loads(book.splitlines()[-1])["text_comparison"]
+        (first,) = found["divergences"]
+        self.assertEqual((first["first_difference_at_char"], first["first_difference_at_byte"]), (12, 15))
+        self.assertEqual(first["baseline_tail"], "\u2192 ok \U0001f389")
+        _, other, _ = self.measured_under(utf8)
+        self.assertEqual(json.loads(other.splitlines()[-1])["text_comparison"], found)
+
+
+if __name__ == "__main__":
+    unittest.main()
