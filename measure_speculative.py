@@ -435,6 +435,8 @@ def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
         text = "an HTML page" if looks_html else body.decode("utf-8", "replace")
     if 300 <= error.code < 400:
         text = f"redirects to {error.headers.get('Location')}; redirects are not followed, give the final URL"
+    if error.code >= 500 and error.code != 503:
+        text = f"{text or error.reason}; see the server's log"
     retry_after = error.headers.get("Retry-After") if error.headers else None
     return RequestFailed(one_line(redacted(f"HTTP {error.code}: {text or error.reason}", key)), error.code, retry_after)
 
@@ -473,7 +475,7 @@ def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
                 raise RequestFailed(f"sent a body that says gzip and is not: {error}") from None
         total += len(piece)
         if total > MAX_BODY_BYTES:
-            raise RequestFailed(f"sent more than {MAX_BODY_BYTES >> 20} MiB for one answer; gave up reading")
+            raise RequestFailed(f"sent more than {MAX_BODY_BYTES >> 20} MiB; does its answer stop at --max-tokens?")
         yield piece
     if left or (unpack and not unpack.eof):
         raise http.client.IncompleteRead(b"", left)
@@ -491,29 +493,29 @@ def get_text(url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S) -> tupl
 
 def patiently(call: Callable[[], Any], say: Callable[[str], None], who: str) -> tuple[Any, float]:
     """(result, seconds waited): repeats `call` while the server answers 503 or 429, MAX_WAIT_S at most."""
-    waited = 0.0
+    waited, growing = 0.0, 1.0
     while True:
         try:
             return call(), waited
         except RequestFailed as error:
             if error.status not in (429, 503):
                 raise
-            pause = min(max(_seconds(error.retry_after), 0.5), MAX_WAIT_S)
+            pause = min(max(_seconds(error.retry_after, growing), 0.5), MAX_WAIT_S)
             if waited + pause > MAX_WAIT_S:
-                raise RequestFailed(
-                    f"{error} - still so after waiting {waited:.0f} s; try again when the model is loaded", error.status
-                ) from None
+                when = "the model is loaded" if error.status == 503 else "it is less busy"
+                words = f"{error} - still so after waiting {waited:.0f} s; try again when {when}"
+                raise RequestFailed(words, error.status) from None
             say(f"{who} answers {error}; waiting {pause:g} s")
             time.sleep(pause)
-            waited += pause
+            waited, growing = waited + pause, min(growing * 2, 10.0)
 
 
-def _seconds(retry_after: str | None) -> float:
+def _seconds(retry_after: str | None, otherwise: float) -> float:
     try:
-        seconds = float(retry_after or 1)
-    except ValueError:  # a date is allowed too; a second is as good a guess
-        return 1.0
-    return seconds if math.isfinite(seconds) else 1.0
+        seconds = float(retry_after or otherwise)
+    except ValueError:  # a date is allowed too; the usual pause is as good
+        return otherwise
+    return seconds if math.isfinite(seconds) else otherwise
 
 
 def complete(endpoint: Endpoint, messages: Sequence[JSON], **extra: Any) -> Answer:
@@ -617,7 +619,8 @@ class AnswerBuilder:
         if event.get("error") or (event.get("object") == "error" and event.get("message")):
             error = event.get("error") or event
             words = as_dict(error).get("message") or error
-            raise RequestFailed(one_line(redacted(f"sent an error instead of an answer: {words}", self.key)))
+            said = one_line(redacted(f"sent an error instead of an answer: {words}", self.key))
+            raise RequestFailed(said + "; see the server's log")
         usage = event.get("usage")
         if isinstance(usage, dict):
             self.usage = usage
@@ -2590,6 +2593,11 @@ def read_runs(path: str, warn: Callable[[str], None]) -> tuple[list[Run], dict[s
                              f"--save-run") from None
     if not runs:
         raise UsageError(f"{path} holds no run; give a file of --save-run")
+    for run in runs.values():
+        try:  # conditions and answers are sound if a record can be made of them
+            json_line(endpoint_record(run, [run], ""))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"{path}: the run of {run.arm} is damaged ({error!r}); measure it again") from None
     return list(runs.values()), triage
 
 
@@ -4012,6 +4020,37 @@ def calibrate_command(argv: Sequence[str]) -> int:
     plain = Reference(args.alpha, 0, args.draft_cost, args.step_ms / 1000)
     drafting = replace(plain, chain=args.chain, planted=("lighthouse", length // 2))
     shares = [cpu_share()]
+    try:
+        measured, logs = measure_reference(plain, drafting, length)
+    except (RequestFailed, UsageError) as error:
+        raise MeasureError(f"a reference server ended before its time ({error}); run calibrate again") from None
+    shares.append(cpu_share())
+    rows = calibration_rows(measured, [reference_truth(log) for log in logs], drafting)
+    if args.labbook:
+        try:
+            append_records(args.labbook, measured.result.records())
+        except OSError as error:
+            raise MeasureError(f"cannot append to {args.labbook}: {error.strerror}") from None
+    bad = [row for row in rows if not row["within"]]
+    busy = min(shares) < 0.9
+    worst = max((abs(row["error"]) for row in rows if row["unit"] == "%" and row["error"] is not None), default=0.0)
+    if args.json:
+        print_lines([json.dumps({"quantities": rows, "cpu_share": min(shares), "fit": not bad and not busy})])
+    else:
+        print_lines(calibration_lines(rows))
+        if not bad and not busy:
+            print_lines(["", f"On this machine, now, ratios are good to {max(worst, 0.05):.1f}%."])
+    if busy:
+        say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {min(shares):.0%} of one when it "
+                      "asked for all); measure again when the machine is idle")
+    elif bad:
+        say_on_stderr(f"OUT OF TOLERANCE: {', '.join(row['quantity'] for row in bad)}; most likely the machine is "
+                      f"busy: see what else runs")
+    return COULD_NOT_MEASURE if bad or busy else MEASURED
+
+
+def measure_reference(plain: Reference, drafting: Reference, length: int) -> tuple[Measured, list[list[JSON]]]:
+    """The whole measurement against a reference pair, and what each server logged of the measured requests."""
     with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
         flags = ["--baseline-url", baseline_url, "--speculative-url", speculative_url, "--max-tokens", str(length),
                  "--label", "calibrate",
@@ -4024,28 +4063,7 @@ def calibrate_command(argv: Sequence[str]) -> int:
             raise KeyboardInterrupt
         logs = [loads(get_text(server.endpoint.root + "/truth")[0])[1 : 1 + len(built_in_prompts())]
                 for server in servers]
-    shares.append(cpu_share())
-    rows = calibration_rows(measured[0], [reference_truth(log) for log in logs], drafting)
-    records = measured[0].result.records()
-    if args.labbook:
-        append_records(args.labbook, records)
-    bad = [row for row in rows if not row["within"]]
-    busy = min(shares) < 0.9
-    error = max(abs(row["error"]) for row in rows if row["unit"] == "%" and row["error"] is not None)
-    if args.json:
-        print_lines([json.dumps({"quantities": rows, "cpu_share": min(shares), "fit": not bad and not busy})])
-    else:
-        print_lines(calibration_lines(rows))
-        if not bad and not busy:
-            print_lines(["", f"On this machine, now, ratios are good to {max(error, 0.05):.1f}%."])
-    if busy:
-        say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {min(shares):.0%} of one when it "
-                      f"asked for all); "
-                      "measure again when the machine is idle")
-    elif bad:
-        say_on_stderr(f"OUT OF TOLERANCE: {', '.join(row['quantity'] for row in bad)}; most likely the machine is "
-                      f"busy: see what else runs")
-    return COULD_NOT_MEASURE if bad or busy else MEASURED
+    return measured[0], logs
 
 
 def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Reference) -> list[JSON]:
@@ -4073,7 +4091,8 @@ def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Refere
     for name in ("steps", "drafted", "accepted"):
         add({"steps": "verification steps"}.get(name, f"tokens {name}"), drafted[name], acceptance[name], 0, "exact")
     add("acceptance rate", drafted["accepted"] / drafted["drafted"], acceptance["rate"], 0, "exact")
-    add("alpha", drafted["accepted"] / (drafted["accepted"] + drafted["rejected"]), acceptance["alpha"], 0.02, "absolute")
+    tested = drafted["accepted"] + drafted["rejected"]
+    add("alpha", drafted["accepted"] / tested, acceptance["alpha"], 0.02, "absolute")
     add("accepted per position", [count / drafted["steps"] for count in drafted["positions"]],
         acceptance["per_position"], 0, "exact")
     add("tokens per step", drafted["tokens_per_step"], acceptance["tokens_per_target_step"], 0, "exact")

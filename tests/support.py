@@ -120,3 +120,25 @@ def saved_run(arm, answers, workloads=None, request=(), end=True, **conditions):
 def compare(*runs, flags=()):
     """`compare` on run files given as {name: bytes} or (name, bytes) pairs, the baseline first; returns the Outcome."""
     return run_main("compare", *(name for name, _ in runs), *flags, files=dict(runs))
+
+
+class Bounds:
+    """The bounds of a benchmark: each is printed with the figure seen, and those that broke decide the exit code."""
+
+    def __init__(self):
+        self.broken = []
+
+    def hold(self, what, seen, words, well):
+        print("%s %s: %.4g (bound: %s)" % ("ok  " if well else "FAIL", what, seen, words), flush=True)
+        if not well:
+            self.broken.append(what)
+
+    def most(self, what, seen, limit):
+        self.hold(what, seen, "at most %g" % limit, seen <= limit)
+
+    def least(self, what, seen, limit):
+        self.hold(what, seen, "at least %g" % limit, seen >= limit)
+
+    def exit_code(self):
+        print("%d bounds broken%s" % (len(self.broken), "".join("\n  " + what for what in self.broken)))
+        return 1 if self.broken else 0

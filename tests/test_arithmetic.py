@@ -119,6 +119,13 @@ class BestChain(unittest.TestCase):
                 self.assertEqual(chain, best, (alpha, c))
                 self.assertAlmostEqual(ratio, enumerated_tokens(alpha, best) / (1 + best * c), delta=1e-9)
 
+    def test_where_longer_is_always_better_no_length_is_the_best(self):
+        for alpha, c, limit in ((1.0, 0.1, 10.0), (1.0, 0.5, 2.0), (0.8, 0.0, 5.0), (0.5, 0.0, 2.0)):
+            chain, ratio = ms.best_chain(alpha, c)
+            self.assertIsNone(chain, (alpha, c))
+            self.assertAlmostEqual(ratio, limit, delta=1e-9)
+        self.assertIsNone(ms.best_chain(1.0, 0.0)[0])
+
     def test_no_draft_is_best_where_none_pays(self):
         for alpha, c in ((0.0, 0.1), (0.1, 0.5), (1.0, 1.0), (0.9, 3.0)):
             self.assertEqual(ms.best_chain(alpha, c), (0, 1.0), (alpha, c))
@@ -175,6 +182,8 @@ class BreakEvenCommand(unittest.TestCase):
             right = enumerated_tokens(0.8, row["chain"]) / (1 + row["chain"] * row["draft_cost"])
             self.assertAlmostEqual(row["speedup"], right, delta=1e-12)
         best = {row["draft_cost"]: row for row in told["best"]}
+        self.assertIsNone(best[0]["chain"])     # a draft that costs nothing: longer is always better
+        self.assertAlmostEqual(best[0]["speedup"], 5.0, delta=1e-9)
         right = max(range(200), key=lambda k: enumerated_tokens(0.8, k) / (1 + 0.1 * k))
         self.assertEqual(best[0.1]["chain"], right)
 
@@ -202,8 +211,9 @@ class BreakEvenCommand(unittest.TestCase):
         self.assertEqual(table_of(break_even("--draft-cost", "0"), "alpha needed"), {(k, 0.0): "any" for k in (2, 4, 8)})
 
     def test_always_accepted_drafts_have_no_best_chain_but_a_bound(self):
-        """At alpha 1 and c below 1 a longer chain is always better: no single length may be called the best one."""
-        self.assertRegex(break_even("--alpha", "1", "--draft-cost", "0.1"), r"c = 0\.1: .*(or (more|longer)|longer is|no limit)")
+        self.assertRegex(break_even("--alpha", "1", "--draft-cost", "0.1"), r"c = 0\.1: .*longer is always better")
+        for flags in (("--alpha", "1"), ("--alpha", "1", "--draft-cost", "0"), ("--alpha", "0", "--draft-cost", "0")):
+            json.loads(break_even(*flags, "--json"), parse_constant=self.fail)
 
     def test_measured_form_compares_tokens_per_step_with_the_cost_of_a_step(self):
         told = json.loads(break_even("--measured-step-cost", "1.6", "--tokens-per-step", "2.4", "--json"))

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import FakeServer, Speculation, sum_counts
@@ -205,7 +206,7 @@ class SaveRun(unittest.TestCase):
         def full(path):
             with real(path), open("/dev/full", "wb") as file:
                 yield file
-        with FakeServer() as a, FakeServer() as b, unittest.mock.patch.object(ms, "run_file", full):
+        with FakeServer() as a, FakeServer() as b, mock.patch.object(ms, "run_file", full):
             outcome = measure(a, b, "--save-run", "run.jsonl", prompts=PROMPTS)
         self.assertEqual((outcome.code, len(outcome.records)), (1, 3))
         self.assertIn("run file", outcome.err)
@@ -213,7 +214,7 @@ class SaveRun(unittest.TestCase):
 
 @unittest.skipIf(os.name == "nt", "SIGINT cannot be sent to one process here")
 class Interrupted(unittest.TestCase):
-    def interrupt(self, baseline_chats, speculative_chats, *flags, again=False, slow=0.1):
+    def interrupt(self, baseline_chats, speculative_chats, *flags, slow=0.05):
         """Send SIGINT once the servers have had so many chat requests; (code, out, err, records or None, run file)."""
         with tempfile.TemporaryDirectory() as folder, FakeServer(words=4) as a, FakeServer(words=4, speculation=Speculation()) as b:
             for server in (a, b):
@@ -269,10 +270,11 @@ class Interrupted(unittest.TestCase):
                 self.assertNotIn("Traceback", err)
 
     def test_under_load_it_ends_at_once_and_records_what_was_finished(self):
-        code, _, err, records, _ = self.interrupt(13, 10, "--concurrency", "2", slow=0.02)
-        self.assertEqual(code, 130, err)
+        code, _, err, records, _ = self.interrupt(7, 9, "--concurrency", "2", "--repeats", "2", slow=0.05)
+        self.assertEqual(code, 130, err)        # blocks of 4: A, B, B are done, the second of A is not
         self.assertNotIn("Traceback", err)
-        self.assertEqual({r["interrupted"] for r in records}, {True})
+        self.assertEqual([(r["interrupted"], r["kind"]) for r in records], [(True, "endpoint")] * 2 + [(True, "comparison")])
+        self.assertEqual((records[1]["completed"], records[2]["speedup"]["prompts"]), (8, 1))
 
 
 if __name__ == "__main__":
