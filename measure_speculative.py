@@ -87,18 +87,17 @@ def as_dict(value: Any) -> JSON:
     return value if isinstance(value, dict) else {}
 
 
-def as_count(value: Any) -> int | None:
-    """A count as a server sent it, None for what is not a whole number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e18 or value != int(value):
-        return None
-    return int(value)
-
-
 def as_number(value: Any) -> float | None:
-    """A finite number as a server sent it, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    """A number as a server sent it, else None; NaN, infinity and what is too large for any measurement are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18:
         return None
     return float(value)
+
+
+def as_count(value: Any) -> int | None:
+    """A count as a server sent it, None for what is not a whole number of at least 0."""
+    number = as_number(value)
+    return int(number) if number is not None and number >= 0 and number.is_integer() else None
 
 
 def ratio_of(numerator: float | None, denominator: float | None) -> float | None:
@@ -260,19 +259,12 @@ def _as_prompt(value: Any, place: str, path: str, number: int) -> tuple[Prompt, 
         messages = [{"role": "user", "content": text}]
     else:
         raise UsageError(f"{place}: no text under \"prompt\", \"messages\" or \"turns\"")
-    if any("\ud800" <= character <= "\udfff" for character in _strings(messages)):
+    if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
         raise UsageError(f"{place}: holds half of a surrogate pair, which is no character")
     identity = next((entry[key] for key in ("id", "question_id") if entry.get(key) is not None), f"{stem}-{number}")
     workload = entry.get("workload") or entry.get("category") or stem
     is_turn = "messages" not in entry and isinstance(turns, list) and len(turns) > 1
     return Prompt(str(identity), str(workload), tuple(messages)), is_turn
-
-
-def _strings(value: Any) -> str:
-    """Every string inside a JSON value, joined."""
-    if isinstance(value, dict):
-        return "".join(key + _strings(item) for key, item in value.items())
-    return "".join(map(_strings, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
 
 
 # ---- HTTP client ------------------------------------------------------------------------------------------
@@ -1397,8 +1389,9 @@ class Recorder:
         if self.file is None or self.write_error:
             return
         try:
-            self.file.write(json_line(line))
-            self.file.flush()
+            data = json_line(line)
+            if self.file.write(data) != len(data):
+                raise OSError(28, "no space left on device")
         except OSError as error:
             self.write_error = f"the run file could not be written: {error.strerror}; measuring went on without it"
             self.say(self.write_error)
@@ -1440,7 +1433,8 @@ def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Callable[[
         return replace(reading, error=f"{endpoint.arm} server {endpoint.api}: {error}")
     if endpoint.engine == "koboldcpp":
         with contextlib.suppress(RequestFailed, ValueError):
-            answer.statistics["perf"] = loads(get_text(endpoint.root + "/api/extra/perf", endpoint.key)[0])
+            page, _ = get_text(endpoint.root + "/api/extra/perf", endpoint.key, min(endpoint.timeout_s, SIDE_TIMEOUT_S))
+            answer.statistics["perf"] = loads(page)
     return replace(reading, answer=answer, waited_s=waited)
 
 
@@ -1450,28 +1444,21 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
     heard = set(range(len(endpoints))) if warmed else set()
     try:
         for block in plan:
-            arms = dict.fromkeys(shot.arm for shot in block.shots)
-            befores = {arm: metrics_snapshot(endpoints[arm]) for arm in arms}
+            befores = {arm: metrics_snapshot(endpoints[arm]) for arm in dict.fromkeys(shot.arm for shot in block.shots)}
             first, started, waiting = len(recorder.readings), time.perf_counter(), None
+            finished = started
             if concurrency > 1:
-                waiting = _take_at_once(block.shots, endpoints, prompts, recorder, concurrency)
+                finished, waiting = _take_at_once(block.shots, endpoints, prompts, recorder, concurrency)
             else:
                 for shot in block.shots:
                     is_first = shot.arm not in heard
                     heard.add(shot.arm)
                     recorder.add(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say, is_first))
-            elapsed_s = time.perf_counter() - started
+                finished = time.perf_counter()
             taken = recorder.readings[first:]
             for arm, before in befores.items():
-                name = endpoints[arm].arm
-                mine = [r for r in taken if shared or r.arm == name]
-                tokens = sum_known(r.answer.completion_tokens for r in mine if r.answer)
-                after = settled_snapshot(endpoints[arm], before, tokens) if before.samples is not None else before
-                answers = sum(1 for r in mine if r.answer and r.answer.completion_tokens != 0)
-                failed = sum(1 for r in mine if not r.answer)
-                recorder.add_counted(Counted(name, block.workload, block.shots[0].repeat, before, after, tokens,
-                                             answers,
-                                             failed, elapsed_s, waiting))
+                mine = [r for r in taken if shared or r.arm == endpoints[arm].arm]
+                recorder.add_counted(count_block(endpoints[arm], block, before, mine, finished - started, waiting))
     except KeyboardInterrupt:
         return True
     finally:
@@ -1479,39 +1466,52 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
     return False
 
 
+def count_block(endpoint: Endpoint, block: Block, before: Snapshot, taken: Sequence[Reading], elapsed_s: float,
+                waiting: float | None) -> Counted:
+    """What the server counted around a block, read once its counters have settled."""
+    answers = [reading.answer for reading in taken if reading.answer]
+    tokens = sum_known(answer.completion_tokens for answer in answers)
+    after = settled_snapshot(endpoint, before, tokens) if before.samples is not None else before
+    some = sum(answer.completion_tokens != 0 for answer in answers)
+    return Counted(endpoint.arm, block.workload, block.shots[0].repeat, before, after, tokens, some,
+                   len(taken) - len(answers), elapsed_s, waiting)
+
+
 def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], recorder: Recorder,
-                  concurrency: int) -> float | None:
-    """A closed loop of `concurrency` requests in flight; returns the most requests that were seen queueing."""
-    waiting_shots: queue.SimpleQueue[Shot] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Reading] = queue.SimpleQueue()
+                  concurrency: int) -> tuple[float, float | None]:
+    """A closed loop of `concurrency` requests in flight: (when the last ended, most requests seen queueing)."""
+    pending: queue.SimpleQueue[Shot] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[Reading, float]] = queue.SimpleQueue()
     for shot in shots:
-        waiting_shots.put(shot)
+        pending.put(shot)
 
     def work() -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                shot = waiting_shots.get_nowait()
-                done.put(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say))
+                shot = pending.get_nowait()
+                reading = take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say)
+                done.put((reading, time.perf_counter()))
 
-    for _ in range(concurrency):
+    for _ in range(min(concurrency, len(shots))):
         threading.Thread(target=work, daemon=True).start()  # daemons: Ctrl-C need not wait for them
-    peak: float | None = None
-    left, look_at = len(shots), time.monotonic() + 0.3
+    waiting: float | None = None
+    left, finished, look_at = len(shots), 0.0, time.monotonic() + 0.3
     try:
         while left:
             with contextlib.suppress(queue.Empty):
-                recorder.add(done.get(timeout=0.1))
+                reading, finished = done.get(timeout=0.1)
+                recorder.add(reading)
                 left -= 1
             if time.monotonic() >= look_at and left >= concurrency:
-                waiting = metrics_snapshot(endpoints[shots[0].arm]).total(_WAITING)
-                peak = waiting if peak is None else max(peak, waiting or 0.0)
+                seen = metrics_snapshot(endpoints[shots[0].arm]).total(_WAITING)
+                waiting = seen if waiting is None else max(waiting, seen or 0.0)
                 look_at = time.monotonic() + 1.0
     except KeyboardInterrupt:
         with contextlib.suppress(queue.Empty):
             while True:
-                waiting_shots.get_nowait()
+                pending.get_nowait()
         raise
-    return peak
+    return finished, waiting
 
 
 def warm_up(endpoints: Sequence[Endpoint], count: int, say: Callable[[str], None]) -> list[Answer | None]:
@@ -2108,6 +2108,9 @@ def finding(name: str, detail: str, **numbers: Any) -> JSON:
     return {"finding": name, "detail": detail, **numbers}
 
 
+DISTURBANCES = ("foreign-traffic", "counter-reset")
+
+
 def arm_findings(run: Run) -> list[JSON]:
     """What must be known about one arm before its figures are believed."""
     found: list[JSON] = list(run.conditions["findings"])
@@ -2339,6 +2342,9 @@ def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_draft
     if stalls := stall_count(logs):
         found.append(finding("stalls", f"{stalls} repeats lie far from their prompt's median (kept in the figures)",
                              count=stalls))
+    for run in (baseline, candidate):  # these may be why texts differ, so they stand beside the comparison too
+        found += [{**entry, "detail": f"{run.arm}: {entry['detail']}"} for entry in arm_findings(run)
+                  if entry["finding"] in DISTURBANCES]
     if baseline.interrupted or candidate.interrupted:
         found.append(finding("interrupted", "the measurement was interrupted; this is what was finished"))
     return found
@@ -2782,8 +2788,10 @@ def text_lines(record: JSON) -> list[str]:
         lines.append(f"Text: on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
                      f"speculation is not the suspect there.")
     if texts["divergent"]:
-        lines.append("Text: numerics (another batch shape), a cache in another state, or a fault can do this; one "
-                     "pair alone cannot tell which.")
+        disturbed = any(entry["finding"] in DISTURBANCES for entry in record["audit"])
+        lines.append("Text: numerics (another batch shape), a cache in another state"
+                     + (", the other client or restart noted below" if disturbed else "")
+                     + " or a fault can do this; one pair alone cannot tell which.")
     for found in texts["divergences"][:5]:
         lines += divergence_lines(found)
     if texts["divergent"] > 5:
@@ -2853,9 +2861,10 @@ def comparison_lines(record: JSON) -> list[str]:
                      f"{speed_words(record['speedup_these_prompts'])}.")
     if record["decode_speedup"]:
         lines.append(f"Decoding alone: {speed_words(record['decode_speedup'])}.")
-    if record["more_prompts"]:
-        lines.append(f"{'About ' * record['more_prompts'].isdigit()}{record['more_prompts']} more prompts might "
-                     f"settle it; more repeats would not.")
+    if record["more_prompts"] == "more than 100":
+        lines.append("It would take more than 100 further prompts to settle it: treat it as no practical difference.")
+    elif record["more_prompts"]:
+        lines.append(f"About {record['more_prompts']} more prompts might settle it; more repeats would not.")
     return lines
 
 
@@ -2887,7 +2896,7 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
         earlier = ((before or {}).get("speedup") or {}).get("ratio")
         if crossed is None and ratio is not None and ratio < 1 and (before is None or (earlier or 0) >= 1):
             crossed = (before["concurrency"] if before else None, record["concurrency"])
-    header = ("At a time", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Acceptance",
+    header = ("Load", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Acceptance",
               "Baseline latency", "Draft latency", "Identical")
     if crossed is None:
         last = "Crossover: within these levels the ratio does not fall below 1."
@@ -3067,9 +3076,12 @@ def markdown_report(records: Sequence[JSON]) -> str:
         lines += [printable(line.strip()) for line in explanation_lines(latest)] + [""]
         if len(levels) > 1:
             lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
-        lines += [f"History, `{trend_marks([(r['speedup'] or {}).get('ratio') for r in group])}` (lowest `_` to "
-                  f"highest `#`):", ""]
-        lines += [printable(markdown_table(HISTORY_COLUMNS, history_rows(group))), ""]
+        for level in sorted({record["concurrency"] for record in group}):
+            past = [record for record in group if record["concurrency"] == level]
+            marks = trend_marks([(record["speedup"] or {}).get("ratio") for record in past])
+            load = f" at {level} requests at a time" if level > 1 else ""
+            lines += [f"History{load}, `{marks}` (lowest `_` to highest `#`):", ""]
+            lines += [printable(markdown_table(HISTORY_COLUMNS, history_rows(past))), ""]
     singles = [r for r in records if r.get("kind") == "endpoint"
                and not any(r["run_id"] == c["run_id"] for g in groups.values() for c in g)]
     if singles:
@@ -3797,7 +3809,7 @@ def run_file(path: str | None) -> Iterator[BinaryIO | None]:
         yield None
         return
     try:
-        file = open(path, "xb")  # noqa: SIM115 - closed below; only the opening may fail here
+        file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed below; only the opening may fail here
     except FileExistsError:
         raise UsageError(f"{path} exists and may hold an earlier run; remove it or name another file for "
                          f"--save-run") from None

@@ -27,7 +27,8 @@ from tests.support import PROGRAM, Bounds, run_main
 
 PACE_S, FIRST_S = 0.005, 0.02
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-HEAD = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\n\r\n"
+HEAD = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\n%s\r\n"
+STREAM_HEAD = HEAD % ("text/event-stream", "Transfer-Encoding: chunked\r\n")  # as all engines stream
 
 
 # ---- the paced stub: one thread, absolute deadlines ----
@@ -35,13 +36,17 @@ HEAD = "HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: %s\r\n\r\n"
 def event(text, end=None, **more):
     body = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1700000000, "model": "stub",
             "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": end}]}
-    return b"data: " + json.dumps(dict(body, **more)).encode() + b"\n\n"
+    return chunk(b"data: " + json.dumps(dict(body, **more)).encode() + b"\n\n")
+
+
+def chunk(data):
+    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def answer_events(tokens):
     usage = event("", choices=[], usage={"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": tokens + 9})
     events = [event(" word%d" % (n % 97), "length" if n == tokens - 1 else None) for n in range(tokens)]
-    events[-1] += usage + b"data: [DONE]\n\n"
+    events[-1] += usage + chunk(b"data: [DONE]\n\n") + chunk(b"")
     return events
 
 
@@ -72,7 +77,7 @@ def serve():
                     page = {"object": "list", "data": [{"id": "stub"}]}
                 elif path == "/times":
                     page, times = times, []
-                answer = HEAD % "application/json" + json.dumps(page) if page is not None else "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+                answer = HEAD % ("application/json", "") + json.dumps(page) if page is not None else "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
                 with ready:
                     ready.sendall(answer.encode())
                 continue
@@ -80,11 +85,11 @@ def serve():
             tokens, pace_s = asked["max_tokens"], asked.get("pace_s", 0.0)
             events = known.setdefault(tokens, answer_events(tokens))
             if pace_s:
-                ready.sendall((HEAD % "text/event-stream").encode())
+                ready.sendall(STREAM_HEAD.encode())
                 heapq.heappush(due, (at + FIRST_S, ready.fileno(), ready, events, 0, pace_s, [at]))
                 continue
             with ready:
-                ready.sendall((HEAD % "text/event-stream").encode() + b"".join(events))
+                ready.sendall(STREAM_HEAD.encode() + b"".join(events))
         while due and due[0][0] <= time.perf_counter():
             when, number, connection, events, n, pace_s, sent = heapq.heappop(due)
             if n in (0, len(events) - 1):
