@@ -58,6 +58,7 @@ NEAR_TIE_NATS = 0.5  # rounding moved gaps of a quantised model by 0.10 (median)
 # bf16 logits between 16 and 32 lie 0.125 apart, and a real pair of servers differed at exactly that gap
 TAIL_CHARACTERS = 60
 LISTED_DIVERGENCES = 20
+TABLE_COLUMNS = 100
 
 JSON = dict[str, Any]
 
@@ -343,13 +344,13 @@ def _opener() -> urllib.request.OpenerDirector:
 
 def checked_url(url: str, option: str, query_allowed: bool = False) -> urllib.parse.SplitResult:
     """The parts of a plain http URL; UsageError for anything else, without echoing credentials."""
+    if "@" in (url.partition("?")[0] if query_allowed else url):
+        raise UsageError(f"{option} holds credentials (not shown); put a key into the environment, see --api-key-env")
     try:
         parts = urllib.parse.urlsplit(url.strip())
         host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise UsageError(f"{option} is not a URL: {error}") from None
-    if "@" in parts.netloc or (not parts.netloc and "@" in url):
-        raise UsageError(f"{option} holds credentials (not shown); put a key into the environment, see --api-key-env")
+    except ValueError:
+        raise UsageError(f"{option} is not a URL, like http://127.0.0.1:8080/v1") from None
     if parts.scheme == "https":
         raise UsageError(
             f"{option} is https: encryption would be timed along with the server, so plain http only; "
@@ -358,7 +359,8 @@ def checked_url(url: str, option: str, query_allowed: bool = False) -> urllib.pa
     if parts.scheme != "http" or not host:
         raise UsageError(f"{option} {url!r} is not an http URL, like http://127.0.0.1:8080/v1")
     if parts.fragment or (parts.query and not query_allowed):
-        raise UsageError(f"{option} {url!r} has a query or fragment; give the plain base URL")
+        plain = re.split(r"[?#]", url)[0]
+        raise UsageError(f"{option} {plain!r} has a query or fragment; give the plain base URL")
     if re.search(r"[\x00-\x20\x7f]", url.strip()):
         raise UsageError(f"{option} {url!r} holds a blank or control character")
     return parts
@@ -380,11 +382,25 @@ def same_server(url: str, other: str) -> bool:
 
 
 def redacted(text: str, key: str, least: int = 1) -> str:
-    """The text without a key of `least` characters or more; a server may echo it, as it is or as JSON writes it."""
-    if len(key) >= least:
-        for form in {key, json.dumps(key)[1:-1], urllib.parse.quote(key, safe="")}:
+    """The text without a key of `least` characters or more, however a server that echoes it may have spelled it."""
+    if len(key) >= least and key:
+        quoted = [urllib.parse.quote(key), urllib.parse.quote(key, safe="")]
+        written = [json.dumps(key)[1:-1], key.replace("/", "\\/")]
+        markup = key.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+        for form in sorted({key, markup, *quoted, *written}, key=len, reverse=True):
             text = text.replace(form, "[key]")
     return text
+
+
+def scrubbed(value: Any, key: str) -> Any:
+    """A JSON value without the key in any of its strings."""
+    if len(key) < SECRET_LENGTH:
+        return value
+    if isinstance(value, dict):
+        return {redacted(name, key): scrubbed(item, key) for name, item in value.items()}
+    if isinstance(value, list):
+        return [scrubbed(item, key) for item in value]
+    return redacted(value, key) if isinstance(value, str) else value
 
 
 def one_line(text: str, limit: int = 300) -> str:
@@ -483,6 +499,12 @@ def get_text(url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S) -> tupl
         return redacted(body.decode("utf-8-sig", "replace"), key, SECRET_LENGTH), response.headers
 
 
+def get_json(url: str, key: str, timeout_s: float) -> tuple[Any, http.client.HTTPMessage]:
+    """The JSON value of a GET and the headers, key removed; RequestFailed or ValueError otherwise."""
+    text, headers = get_text(url, key, timeout_s)
+    return scrubbed(loads(text), key), headers
+
+
 def patiently(call: Callable[[], Any], say: Callable[[str], None], who: str) -> tuple[Any, float]:
     """(result, seconds waited): repeats `call` while the server answers 503 or 429, MAX_WAIT_S at most."""
     waited, growing = 0.0, 1.0
@@ -537,7 +559,7 @@ def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -
     at = time.perf_counter()
     text, builder.undecodable = _decoded(body)
     try:
-        event = loads(redacted(text, key, SECRET_LENGTH).lstrip("\ufeff"))
+        event = loads(text.lstrip("\ufeff"))
     except ValueError:
         kind = "an HTML page" if body.lstrip()[:1] == b"<" else "nothing" if not body.strip() else "no valid JSON"
         raise RequestFailed(f"answered with {kind}; is this the base URL of an OpenAI-compatible server?") from None
@@ -598,7 +620,7 @@ class AnswerBuilder:
             self.done, self.last_at = True, at
             return
         try:
-            event = json.loads(redacted(text, self.key, SECRET_LENGTH) if self.key else text)
+            event = json.loads(text)
         except (ValueError, RecursionError):
             self.unreadable += bool(text)
             return
@@ -640,7 +662,7 @@ class AnswerBuilder:
                 told = as_count(self.usage.get("completion_tokens"))
                 self.first_tokens = len(ids) if isinstance(ids, list) else told
         if choice.get("finish_reason"):
-            self.finish_reason = str(choice["finish_reason"])
+            self.finish_reason = redacted(str(choice["finish_reason"]), self.key, SECRET_LENGTH)
         if isinstance(choice.get("speculative_decoding"), dict):
             self.statistics["choice"] = choice["speculative_decoding"]
 
@@ -667,7 +689,7 @@ class AnswerBuilder:
             self.first_at - self.started if streamed and self.first_at is not None else None,
             decode_s, decode_tokens, source, tokens, as_count(self.usage.get("prompt_tokens")),
             as_count(timings.get("cache_n")) if cached is None else cached,
-            self.statistics, streamed, self.undecodable or damaged or damaged_too,
+            scrubbed(self.statistics, self.key), streamed, self.undecodable or damaged or damaged_too,
         )
 
     def _decode_time(
@@ -859,7 +881,8 @@ def metrics_snapshot(endpoint: Endpoint) -> Snapshot:
         hint = "start llama-server with --metrics, SGLang with --enable-metrics"
         if error.status in (401, 403):
             hint = "it wants a key, which goes to the server's own address only"
-        return Snapshot(None, f"{endpoint.metrics_url}: {error} ({hint})")
+        where = redacted(endpoint.metrics_url, endpoint.key).partition("?")[0]
+        return Snapshot(None, f"{where}: {error} ({hint})")
     return snapshot_of(text, headers, endpoint.model)
 
 
@@ -1433,8 +1456,8 @@ def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Callable[[
         return replace(reading, error=f"{endpoint.arm} server {endpoint.api}: {error}")
     if endpoint.engine == "koboldcpp":
         with contextlib.suppress(RequestFailed, ValueError):
-            page, _ = get_text(endpoint.root + "/api/extra/perf", endpoint.key, min(endpoint.timeout_s, SIDE_TIMEOUT_S))
-            answer.statistics["perf"] = loads(page)
+            side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
+            answer.statistics["perf"], _ = get_json(endpoint.root + "/api/extra/perf", endpoint.key, side_s)
     return replace(reading, answer=answer, waited_s=waited)
 
 
@@ -1685,7 +1708,7 @@ def ask_for_gap(baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, ot
     text = own.content if found["where"] == "content" else own.reasoning
     rest = other.content if found["where"] == "content" else other.reasoning
     gap = gap_finding(body, text.encode("utf-8"), rest.encode("utf-8"), found["first_difference_at_byte"])
-    return {name: redacted(v, baseline.key, SECRET_LENGTH) if isinstance(v, str) else v for name, v in gap.items()}
+    return as_dict(scrubbed(gap, baseline.key))
 
 
 def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
@@ -1696,8 +1719,7 @@ def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
     with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s,
                                      body)) as response:
         try:
-            text = b"".join(body_pieces(response)).decode("utf-8", "replace")
-            answer = loads(redacted(text, endpoint.key, SECRET_LENGTH))
+            answer = loads(b"".join(body_pieces(response)).decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise RequestFailed(_connection_trouble(error, endpoint.timeout_s, endpoint.key)) from None
     choices = as_dict(answer).get("choices")
@@ -2379,7 +2401,8 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         }
 
     record = {
-        "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "kind": "comparison", "candidate": candidate.arm,
+        "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "baseline_run_id": base_about["run_id"],
+        "kind": "comparison", "candidate": candidate.arm,
         "label": f"{label}/comparison" if candidate.arm == "speculative" else f"{label}/{candidate.arm}/comparison",
         "engine": about["engine"], "engine_version": about["engine_version"], "model": about["model"],
         "baseline_tokens_per_s": mine.tokens_per_s, "speculative_tokens_per_s": theirs.tokens_per_s,
@@ -2633,6 +2656,11 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", lambda match: f"\\x{ord(match.group()):02x}", plain)
 
 
+def one_printable_line(text: str) -> str:
+    """The same with line ends escaped too: for table cells, sentences and messages."""
+    return printable(text).replace("\n", "\\n")
+
+
 def figure(value: float | None, digits: int = 2) -> str:
     """A figure for people; a dash where it is unknown."""
     return "-" if value is None else f"{value:.{digits}f}"
@@ -2653,19 +2681,26 @@ def speed_words(estimated: JSON | None) -> str:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Columns as wide as their cells; the first `words` columns left, the rest right-aligned, headings folded."""
-    heads = [name.split(" ") if max((len(row[i]) for row in rows), default=0) < len(name) else [name]
+    """Columns as wide as their cells; the first `words` columns left, the rest right-aligned, headings folded.
+
+    At most 100 columns: the widest of the word columns gives way.
+    """
+    cells = [[one_printable_line(cell) for cell in row] for row in rows]
+    heads = [name.split(" ") if max((len(row[i]) for row in cells), default=0) < len(name) else [name]
              for i, name in enumerate(header)]
     depth = max(map(len, heads))
-    lines = [[head[i - depth + len(head)] if i >= depth - len(head) else "" for head in heads] for i in range(depth)]
-    lines += [list(map(printable, row)) for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    lines.insert(depth, ["-" * width for width in widths])
-    return "\n".join(
-        "  ".join(cell.ljust(width) if i < words else cell.rjust(width) for i,
-                  (cell, width) in enumerate(zip(line, widths))).rstrip()
-        for line in lines
-    )
+    cells = [[([""] * (depth - len(head)) + head)[i] for head in heads] for i in range(depth)] + cells
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    while sum(widths) + 2 * (len(widths) - 1) > TABLE_COLUMNS and max(widths[:words]) > 8:
+        widths[widths.index(max(widths[:words]))] -= 1
+    cells.insert(depth, ["-" * width for width in widths])
+
+    def fitted(i: int, cell: str) -> str:
+        width = widths[i]
+        text = cell if len(cell) <= width else cell[: width - 3] + "..."
+        return text.ljust(width) if i < words else text.rjust(width)
+
+    return "\n".join("  ".join(fitted(i, cell) for i, cell in enumerate(row)).rstrip() for row in cells)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -2842,11 +2877,12 @@ def sentence(record: JSON) -> str:
     if len({part["verdict"] for part in parts}) > 1:
         named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}: {speed_words(part['speedup'])}"
                           for part in parts)
-        return f"{named}; over all {speed_words(record['speedup'])}{changed}."
+        return one_printable_line(f"{named}; over all {speed_words(record['speedup'])}{changed}.")
     where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
     at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
     size = f", {record['prompt_count']} prompts x {record['repeats']}"
-    return f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed_words(record['speedup'])}{size}{changed}."
+    return one_printable_line(f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed_words(record['speedup'])}{size}"
+                              f"{changed}.")
 
 
 def comparison_lines(record: JSON) -> list[str]:
@@ -2884,28 +2920,26 @@ def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
 
 def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
     """How the gain changes under load, and between which levels it is lost."""
-    rows, crossed = [], None
-    for before, record in zip([None, *comparisons], comparisons):
-        ratio = (record["speedup"] or {}).get("ratio")
-        texts = record["text_comparison"]
-        rows.append([str(record["concurrency"]), figure(record["baseline_tokens_per_s"]),
-                     figure(record["speculative_tokens_per_s"]),
-                     figure(ratio), interval_of(record["speedup"]), figure((record["acceptance"] or {}).get("rate")),
-                     figure(record["latency_p50_s"]["baseline"]), figure(record["latency_p50_s"]["speculative"]),
-                     f"{texts['identical']} of {texts['compared']}"])
-        earlier = ((before or {}).get("speedup") or {}).get("ratio")
-        if crossed is None and ratio is not None and ratio < 1 and (before is None or (earlier or 0) >= 1):
-            crossed = (before["concurrency"] if before else None, record["concurrency"])
+    levels = sorted(comparisons, key=lambda record: record["concurrency"])
+    rows = [[
+        str(r["concurrency"]), figure(r["baseline_tokens_per_s"]), figure(r["speculative_tokens_per_s"]),
+        figure((r["speedup"] or {}).get("ratio")), interval_of(r["speedup"]),
+        figure((r["acceptance"] or {}).get("rate")),
+        figure(r["latency_p50_s"]["baseline"]), figure(r["latency_p50_s"]["speculative"]),
+        f"{r['text_comparison']['identical']} of {r['text_comparison']['compared']}",
+    ] for r in levels]
     header = ("Load", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Acceptance",
               "Baseline latency", "Draft latency", "Identical")
-    if crossed is None:
-        last = "Crossover: within these levels the ratio does not fall below 1."
-    elif crossed[0] is None:
-        last = f"Crossover: the ratio is below 1 already at {crossed[1]} at a time."
+    known = [(r["concurrency"], r["speedup"]["ratio"]) for r in levels if r["speedup"]]
+    below = next((i for i, (_, ratio) in enumerate(known) if ratio < 1), None)
+    if below is None:
+        last = "within these levels the ratio does not fall below 1."
+    elif below == 0:
+        last = f"the ratio is below 1 already at {known[0][0]} at a time."
     else:
-        last = f"Crossover: the ratio falls below 1 between {crossed[0]} and {crossed[1]} requests at a time."
-    lines = ["", text_table(header, rows), last + " Decide by the level your server usually runs at."]
-    if any(record["text_comparison"]["divergent"] for record in comparisons if record["concurrency"] > 1):
+        last = f"the ratio falls below 1 between {known[below - 1][0]} and {known[below][0]} requests at a time."
+    lines = ["", text_table(header, rows), f"Crossover: {last} Decide by the level your server usually runs at."]
+    if any(r["text_comparison"]["divergent"] for r in levels if r["concurrency"] > 1):
         lines.append("Texts under load may differ because the batch is composed differently; that is not "
                      "speculation's doing alone.")
     return lines
@@ -3082,8 +3116,8 @@ def markdown_report(records: Sequence[JSON]) -> str:
             load = f" at {level} requests at a time" if level > 1 else ""
             lines += [f"History{load}, `{marks}` (lowest `_` to highest `#`):", ""]
             lines += [printable(markdown_table(HISTORY_COLUMNS, history_rows(past))), ""]
-    singles = [r for r in records if r.get("kind") == "endpoint"
-               and not any(r["run_id"] == c["run_id"] for g in groups.values() for c in g)]
+    compared = {r[name] for r in records if r.get("kind") == "comparison" for name in ("run_id", "baseline_run_id")}
+    singles = [r for r in records if r.get("kind") == "endpoint" and r["run_id"] not in compared]
     if singles:
         rows = [[r["label"], r["recorded_at"], figure(r["output_tokens_per_s"]),
                  f"{r['completed']} of {r['requests']}", r["engine_version"]]
@@ -3586,8 +3620,8 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str],
     key, who = api_key(args.api_key_env), f"{arm} server {api}"
     side_s = min(args.timeout, SIDE_TIMEOUT_S)
     try:
-        (text, headers), _ = patiently(lambda: get_text(api + "/models", key, side_s), say, who)
-        listed = as_dict(loads(text)).get("data")
+        (page, headers), _ = patiently(lambda: get_json(api + "/models", key, side_s), say, who)
+        listed = as_dict(page).get("data")
     except RequestFailed as error:
         if error.status in (401, 403):
             has = "was sent" if key else "is not set"
@@ -3597,7 +3631,7 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str],
             raise UsageError(f"{who}: {error}") from None
         listed, headers = None, http.client.HTTPMessage()
     except ValueError:
-        listed = None
+        listed, headers = None, http.client.HTTPMessage()
     entries = [as_dict(entry) for entry in listed] if isinstance(listed, list) else []
     served = [str(entry["id"]) for entry in entries if entry.get("id")]
     wanted = args.model if is_baseline else args.speculative_model or args.model
@@ -3645,7 +3679,7 @@ def identify(
         if engine not in ("unknown", name) or (engine == "unknown" and entry.get("owned_by") == "reference"):
             continue
         with contextlib.suppress(RequestFailed, ValueError):
-            told = as_dict(loads(get_text(root + path, key, timeout_s)[0]))
+            told = as_dict(get_json(root + path, key, timeout_s)[0])
             told_apart = {"koboldcpp": told.get("result") == "KoboldCpp", "tgi": "model_id" in told}
             marked = field_name in told and told_apart.get(name, True)
             if marked:
@@ -3693,7 +3727,7 @@ def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Pr
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {
         "schema": SCHEMA, "run_id": run_id, "arm": endpoint.arm, "base_url": endpoint.api,
-        "metrics_url": endpoint.metrics_url,
+        "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
         "model": endpoint.model, "engine": server.engine if args.engine == "unknown" else args.engine,
         "engine_version": server.version if args.engine_version == "unknown" else args.engine_version,
         "server": server.about, "findings": server.findings + findings, "request": {
@@ -3937,10 +3971,18 @@ def report_command(argv: Sequence[str]) -> int:
     parser.add_argument("--label", help="only this label")
     parser.add_argument("--format", choices=("markdown", "csv", "json"), default="markdown")
     args = parser.parse_args(argv)
-    records = [r for r in read_json_lines(args.labbook, say_on_stderr) if r.get("lab") == LAB
-               and r.get("schema") == SCHEMA]
-    if args.label:
-        records = [r for r in records if r["label"].startswith(args.label + "/")]
+    records = []
+    for record in read_json_lines(args.labbook, say_on_stderr):
+        if record.get("lab") != LAB or record.get("schema") != SCHEMA:
+            continue
+        try:  # a record is sound if it can be shown
+            markdown_report([record])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            say_on_stderr(f"{args.labbook}: the record {record.get('label')} of {record.get('recorded_at')} is damaged "
+                          f"and left out ({error!r})")
+            continue
+        if not args.label or record["label"].startswith(args.label + "/"):
+            records.append(record)
     if args.format == "json":
         print_lines([json.dumps(record) for record in records])
     else:
@@ -4161,7 +4203,7 @@ def reference_server_command(argv: Sequence[str]) -> int:
 def say_on_stderr(words: str) -> None:
     """One line for the user beside the results."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(printable(words).replace("\n", "\\n") + "\n")
+        sys.stderr.write(one_printable_line(words) + "\n")
         sys.stderr.flush()
 
 

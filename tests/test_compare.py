@@ -174,7 +174,7 @@ class Damaged(unittest.TestCase):
         outcome = compare(BASELINE, (name, data))
         self.assertEqual((outcome.code, outcome.records), (2, []), outcome.err)
         self.assertIn(name, outcome.err)
-        self.assertRegex(outcome.err, "run file|--save-run")
+        self.assertRegex(outcome.err, "run file|--save-run|measure it again")
 
     def test_what_is_no_run_file_is_refused_by_name(self):
         for data in (b"", b"# a notebook\n\nprose\n", b'{"lab": "x", "label": "y"}\n', b"\x00\xff\x80" * 50, b"[1, 2]\n",

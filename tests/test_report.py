@@ -91,6 +91,12 @@ class Terminal(unittest.TestCase):
         files = [("%d.jsonl" % i, saved_run(name % i, speeds(1.1 + i / 10, **DRAFTS))) for i in range(3)]
         self.check_tables(compare(("b.jsonl", saved_run("baseline", speeds(1.0, scatter=0))), *files).out, 5)
 
+    def test_tables_of_several_levels_of_load_fit_100_columns(self):
+        with FakeServer("llama.cpp", words=4) as plain, FakeServer("llama.cpp", words=4, speculation=Speculation()) as drafting:
+            outcome = measure(plain, drafting, "--concurrency", "1,2", prompts=["one", "two"])
+        self.assertIn("Crossover", outcome.out)
+        self.check_tables(outcome.out, 5)
+
     def test_figures_are_right_aligned_and_names_left(self):
         out = compared(workloads=["copy", "prose-of-all-kinds", "sql"] * 4).out
         (_, rule, rows), = [table for table in tables(out) if "Ratio" in " ".join(table[0])]
