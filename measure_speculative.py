@@ -59,6 +59,9 @@ NEAR_TIE_NATS = 0.5  # rounding moved gaps of a quantised model by 0.10 (median)
 TAIL_CHARACTERS = 60
 LISTED_DIVERGENCES = 20
 TABLE_COLUMNS = 100
+WORTH_TOKENS = 0.05  # draft positions that add less than this a step are pointed out
+PLAUSIBLE_VERIFICATION = 0.5  # target steps; a verification reads the weights once, so a fit below this is noise
+LONGEST_CHAIN = 1000  # a longer one stands in no server: its counters are wrong
 
 JSON = dict[str, Any]
 
@@ -280,6 +283,7 @@ class Endpoint:
     root: str
     model: str = ""
     key: str = field(default="", repr=False)
+    key_variable: str = ""
     request: JSON = field(default_factory=dict)
     stream: bool = True
     timeout_s: float = 300.0
@@ -769,7 +773,7 @@ class Sample(NamedTuple):
 
 
 _SAMPLE = re.compile(
-    r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})?"
+    r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?=[ \t{])[ \t]*(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})?"
     r"[ \t]*([^\s#{]+)(?:[ \t]+-?[0-9.eE+-]+)?[ \t]*(?:#[ \t]*\{.*)?$"
 )
 _LABEL = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*\"((?:[^\"\\]|\\.)*)\"[ \t]*(?:,[ \t]*|$)")
@@ -801,6 +805,8 @@ def parse_metrics(text: str) -> list[Sample]:
             continue
         labels: tuple[tuple[str, str], ...] = ()
         if inside:
+            if _LABEL.sub("", inside.strip()):
+                continue  # not all between the braces is labels
             found = _LABEL.findall(inside.strip())
             labels = tuple(sorted((key, _unescaped(text) if "\\" in text else text) for key, text in found))
         kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
@@ -818,6 +824,8 @@ _GENERATED = re.compile(
     r"|trtllm_generation_tokens_total$|tgi_request_generated_tokens_sum$"
 )
 _SPECULATION = re.compile(r"(?!http)(?:.*[^a-z])?(?:spec_|specul|draft|skipped_tokens|accepted_|acceptance)")
+# Engines whose page has speculation counters only where speculation is configured.
+_SPECULATION_CONFIGURES = re.compile(r"(?:vllm|lmdeploy):generation_tokens_total$")
 _RUNNING = re.compile(r".*(?:requests_processing|requests_running|num_running_reqs|batch_current_size)$")
 _WAITING = re.compile(r".*(?:requests_deferred|requests_waiting|num_queue_reqs|queue_size)$")
 _MEMORY = re.compile(r"vllm:cache_config_info$|process_resident_memory_bytes$")
@@ -937,6 +945,16 @@ def counter_growth(before: Snapshot, after: Snapshot) -> Growth:
 def is_rounded(sample: Sample) -> bool:
     """Whether llama.cpp wrote the counter with its six digits, so that a small growth is lost in the rounding."""
     return "llamacpp" in sample.name and sample.value >= 1e6 and position_of(sample) is None
+
+
+def block_growth(before: Snapshot, after: Snapshot, received: int | None) -> Growth:
+    """The growth around a block; void also where fewer tokens were counted than this program received meanwhile."""
+    growth = counter_growth(before, after)
+    generated = generated_tokens(growth)
+    if generated is None or received is None or generated >= received * (1 - FOREIGN_SHARE):
+        return growth
+    return Growth(None, f"the counters show {generated:.0f} tokens where {received} were received: the server was "
+                        "restarted, or this is another process's page", reset=True)
 
 
 def added_growth(parts: Sequence[Growth]) -> Growth:
@@ -1156,13 +1174,15 @@ def from_tgi_histogram(samples: Sequence[Sample], tokens: int | None, answers: i
     while str(len(positions)) in below or f"{len(positions)}.0" in below:
         i = len(positions)
         positions.append(round(count - below.get(str(i), below.get(f"{i}.0", 0.0))))
-    while positions and positions[-1] == 0:
-        positions.pop()
+    if positions and positions[-1] == 0:
+        positions.pop()  # le="k" holds every step of a chain of k
+    if total == 0 and not positions:
+        return Acceptance("metrics", 0, 0, 0)  # every page has the histogram; without speculation only its zero bucket
     return Acceptance("metrics", count - answers, None, total, tuple(positions) or None)
 
 
 COUNTER_SOURCES = (
-    from_draft_counters, from_old_vllm_counters, from_old_llama_counters, from_sglang_counters, from_tensorrt_counters,
+    from_old_vllm_counters, from_draft_counters, from_old_llama_counters, from_sglang_counters, from_tensorrt_counters,
     from_tgi_histogram,
 )
 
@@ -1175,7 +1195,10 @@ def acceptance_of_answer(statistics: JSON) -> Acceptance | None:
 def acceptance_of_counters(growth: Growth, tokens: int | None, answers: int) -> Acceptance | None:
     """What a server's counters tell of the drafts of `answers` answers with `tokens` tokens."""
     samples = growth.samples or ()
-    return next((found for source in COUNTER_SOURCES if (found := source(samples, tokens, answers))), None)
+    found = next((found for source in COUNTER_SOURCES if (found := source(samples, tokens, answers))), None)
+    if found is None and any(_SPECULATION_CONFIGURES.match(s.name) for s in samples):
+        return None if spec_delta(growth) else Acceptance("metrics", 0, 0, 0)
+    return found
 
 
 def added_acceptance(parts: Sequence[Acceptance]) -> Acceptance | None:
@@ -1231,7 +1254,7 @@ def full_drafts(acceptance: Acceptance, steps: int | None, answers: int) -> int 
         return None
     k = math.ceil(acceptance.drafted / steps)
     cut = k * answers * max(1.0, k / (2 * (1 + (acceptance.accepted or 0) / steps)))
-    return k if k * steps - acceptance.drafted <= cut else None
+    return k if k * steps - acceptance.drafted <= cut and k <= LONGEST_CHAIN else None
 
 
 def fixed_chain(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
@@ -1254,8 +1277,8 @@ def survival(acceptance: Acceptance, tokens: int | None, answers: int) -> float 
         return 0.0
     if acceptance.rejections is not None:
         return ratio_of(accepted, accepted + acceptance.rejections)
-    if steps and acceptance.drafted and acceptance.per_position:
-        k = full_drafts(acceptance, steps, answers)
+    if steps and acceptance.per_position and acceptance.drafted != 0:
+        k = len(acceptance.per_position) if acceptance.drafted is None else full_drafts(acceptance, steps, answers)
         if k is None:  # a short draft may end without a rejection
             return None
         full = acceptance.per_position[k - 1] if k <= len(acceptance.per_position) else 0
@@ -1563,8 +1586,13 @@ def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
         if endpoint.served and endpoint.model not in endpoint.served:
             way_out = f"it lists these models: {', '.join(endpoint.served)}"
         elif error.status in (401, 403):
-            way_out = "it wants a key, see --api-key-env"
+            way_out = key_words(endpoint.key, endpoint.key_variable)
         raise UsageError(f"{endpoint.arm} server {endpoint.api} refuses the request: {error}; {way_out}")
+
+
+def key_words(key: str, variable: str) -> str:
+    """What became of the key, for a server that wants one."""
+    return f"it wants a key: {variable} {'was sent' if key else 'is not set'} (another variable: --api-key-env)"
 
 
 def sum_known(values: Iterable[int | None]) -> int | None:
@@ -1894,9 +1922,9 @@ class Estimate:
     high: float | None
     prompts: int
 
-    def to_json(self) -> JSON:
-        """As it stands in the records."""
-        return {"ratio": self.ratio, "low": self.low, "high": self.high, "level": 0.95, "prompts": self.prompts}
+    def to_json(self, name: str = "ratio") -> JSON:
+        """As it stands in the records; the same statistics serve a plain speed under another name."""
+        return {name: self.ratio, "low": self.low, "high": self.high, "level": 0.95, "prompts": self.prompts}
 
 
 def median(values: Sequence[float]) -> float:
@@ -2016,7 +2044,7 @@ def drafts_of(run: Run, workload: str | None = None) -> Drafts:
     """Acceptance from the answers, completed by the counters where both speak of the same answers."""
     answers = [r.answer for r in run.readings if r.answer and workload in (None, r.workload)]
     blocks = [block for block in run.counted if workload in (None, block.workload)]
-    growth = added_growth([counter_growth(block.before, block.after) for block in blocks])
+    growth = added_growth([block_growth(block.before, block.after, block.tokens) for block in blocks])
     tokens = sum_known(answer.completion_tokens for answer in answers)
     count = sum(answer.completion_tokens != 0 for answer in answers)
     told = [found for answer in answers if (found := acceptance_of_answer(answer.statistics))]
@@ -2137,8 +2165,10 @@ def arm_findings(run: Run) -> list[JSON]:
     """What must be known about one arm before its figures are believed."""
     found: list[JSON] = list(run.conditions["findings"])
     drafts, answers = drafts_of(run), [r.answer for r in run.completed() if r.answer]
-    if drafts.growth.reset:
-        found.append(finding("counter-reset", f"{drafts.growth.void}; its figures and its cache are of two servers"))
+    whole = counter_growth(run.counted[0].before, run.counted[-1].after) if run.counted else drafts.growth
+    if drafts.growth.reset or whole.reset:
+        words = f"{whole.void or drafts.growth.void}; its figures and its cache are of two servers"
+        found.append(finding("counter-reset", words))
     elif drafts.growth.samples is None and not any(f["finding"] == "metrics-unavailable" for f in found):
         found.append(finding("metrics-unavailable", drafts.growth.void or "no metrics were read"))
     elif drafts.acceptance is None and spec_delta(drafts.growth):
@@ -2251,12 +2281,13 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
         "completed": len(completed), "failed": len(errors), "first_error": errors[0] if errors else None,
         "wall_s": figures.wall_s, "latency_s": figures.latency_s, "ttft_s": figures.ttft_s, "output_tokens": tokens,
         "output_tokens_per_s": figures.tokens_per_s, "decode_tokens_per_s": figures.decode_tokens_per_s,
-        "decode_source": figures.decode_source, "speed": speed.to_json() if speed else None,
+        "decode_source": figures.decode_source, "speed": speed.to_json("tokens_per_s") if speed else None,
         "tokens_counted_by_server": bool(answers) and tokens is not None,
         "server_timings_sample": next((sample for sample in samples if sample), None),
         "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
         "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(runs)],
-        "audit": arm_findings(run), "server": about["server"], "seed": about["request"].get("seed"),
+        "audit": arm_findings(run), "server": about["server"], "context": about["server"].get("context"),
+        "seed": about["request"].get("seed"),
         "temperature": about["request"].get("temperature"), "stream": about["stream"], "warmup": about["warmup"],
         "order": about["order"], "concurrency": about["concurrency"], "interrupted": run.interrupted,
         "prompts_sha256": prompts_digest(about), "simulated": about["simulated"],
@@ -2318,7 +2349,9 @@ def fit_of(explanations: Sequence[tuple[JSON, Drafts]]) -> JSON | None:
         if told["step_cost"] is not None and told["applies"] != "varying-chain" and per_step is not None:
             points.append((per_step, told["step_cost"]))
     costs = fitted_costs(points)
-    return {"draft_cost": costs[1], "verification_cost": costs[0], "runs": len(points)} if costs else None
+    if costs is None or costs[0] < PLAUSIBLE_VERIFICATION or costs[1] < 0:
+        return None
+    return {"draft_cost": costs[1], "verification_cost": costs[0], "runs": len(points)}
 
 
 def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_drafts: Drafts, drafts: Drafts,
@@ -2387,6 +2420,7 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
                              fields=list(forced)))
     idle = any(entry["finding"] == "not-drafting" for entry in audit)
     texts = compare_texts(baseline, candidate, triage)
+    listed = sorted(texts["divergences"], key=lambda found: found["class"] == "unstable-baseline")
 
     def one(workload: str) -> JSON:
         part, some = log_ratios(baseline, candidate, runs, workload), drafts_of(candidate, workload)
@@ -2414,11 +2448,12 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         "acceptance": drafts.record(), "break_even": explanation(mine, theirs, drafts, fit),
         "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"),
                           "speculative": (theirs.latency_s or {}).get("p50")},
-        "text_comparison": {**texts, "divergences": texts["divergences"][:LISTED_DIVERGENCES]},
+        "text_comparison": {**texts, "divergences": listed[:LISTED_DIVERGENCES]},
         "audit": audit, "max_tokens": about["request"].get("max_tokens"), "repeats": about["repeats"],
         "prompt_count": len(about["prompts"]), "prompts_sha256": prompts_digest(about),
         "concurrency": about["concurrency"], "interrupted": baseline.interrupted or candidate.interrupted,
-        "simulated": about["simulated"], "recorded_at": about["recorded_at"],
+        "simulated": about["simulated"], "context": about["server"].get("context"),
+        "baseline_engine_version": base_about["engine_version"], "recorded_at": about["recorded_at"],
     }
     for name in ("engine", "model"):
         if base_about[name] != about[name]:
@@ -2568,9 +2603,12 @@ def reading_from_json(line: JSON) -> Reading:
     answer = None
     if line["error"] is None:
         answer = Answer(**{name: line[name] for name in Answer.__dataclass_fields__})
+        if not all(isinstance(text, str) for text in (answer.content, answer.reasoning)):
+            raise TypeError("an answer without text")
+    if as_count(line["prompt_index"]) is None or as_count(line["repeat"]) is None:
+        raise TypeError("a reading that is of no pair")
     return Reading(line["arm"], line["prompt_index"], line["prompt_id"], line["workload"], line["repeat"],
-                   line["place"],
-                   answer, line["error"], line["waited_s"])
+                   line["place"], answer, line["error"], line["waited_s"])
 
 
 def counted_to_json(counted: Counted) -> JSON:
@@ -2751,19 +2789,18 @@ def explanation_lines(record: JSON) -> list[str]:
         return [lines[0] + "; the cost of a step is unknown (both servers' decode times are needed, from the same "
                            "kind of clock)."]
     lines[0] += f", and a step costs {cost:.2f} target steps: it takes more tokens per step than that to pay."
-    rate = f"accepted/drafted {figure(acceptance.get('rate'))} is another figure, not alpha"
     if why["applies"] == "alpha":
-        lines.append(f"     alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length "
-                     f"{chain} and this cost ({rate}).")
+        lines.append(f"     alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} "
+                     "and this cost.")
     elif why["applies"] == "any":
         lines.append("     A step costs no more than a plain one: any acceptance pays (check the timing if that "
                      "surprises you).")
     elif why["applies"] == "cannot-pay":
-        lines.append(f"     That is more than the {chain + 1} tokens a step can bring at chain length {chain}: it "
-                     f"cannot pay at any acceptance.")
+        lines.append(f"     A step can bring at most {chain + 1} tokens at chain length {chain} and costs {cost:.2f}: "
+                     "it cannot pay at any acceptance.")
     elif why["applies"] == "varying-chain":
-        lines.append(f"     Drafts vary in length (mean {figure(chain)}), so the formula for a fixed chain is not "
-                     f"applicable; {rate}.")
+        lines.append(f"     Drafts vary in length (mean {figure(chain)}) or many steps have none, so the formula for a "
+                     "fixed chain is not applicable.")
     if acceptance.get("accepted") == 0 and acceptance.get("drafted"):
         lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
                      "target share a tokenizer.")
@@ -2772,9 +2809,9 @@ def explanation_lines(record: JSON) -> list[str]:
                      f"{why['fit']['verification_cost']:.2f} target steps, "
                      f"each drafted token {why['fit']['draft_cost']:.3f}; the advice below rests on this fit.")
     elif why["draft_cost"] is not None:
-        lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; with one chain length "
-                     f"measured, the growth of the "
-                     "verification cost is inside that.")
+        lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; one chain length cannot tell "
+                     f"how much "
+                     "of that is the growth of the verification.")
     if why["predicted"]:
         told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x" + ("*" if p["extrapolated"] else "")
                          for p in why["predicted"][:12])
@@ -2787,19 +2824,43 @@ def explanation_lines(record: JSON) -> list[str]:
     return lines
 
 
-def position_lines(acceptance: JSON | None) -> list[str]:
-    """A bar for each draft position with its share of steps accepted, and the share given the one before."""
-    rates = (acceptance or {}).get("per_position")
-    if not rates:
+def draft_lines(record: JSON) -> list[str]:
+    """What became of the drafts, for each kind of work: rates and lengths, then a bar for each draft position."""
+    parts = [(part["workload"], part["acceptance"]) for part in record["workloads"]]
+    parts = [(name, told) for name, told in [*parts, *([("all", record["acceptance"])] if len(parts) > 1 else [])]
+             if told and told["drafted"] != 0]
+    if not parts:
         return []
-    lines = ["Accepted by draft position (share of all steps, and given the position before):"]
-    shown = [i for i, rate in enumerate(rates) if sum(rates[i:]) >= 0.05 or i == 0][-1] + 1
-    for i, rate in enumerate(rates[: shown + 1][:20]):
-        before = rates[i - 1] if i else 1.0
-        lines.append(f"  {i + 1:>3}  {rate:.3f}  {figure(ratio_of(rate, before), 3):>5}  "
-                     f"{'#' * round(40 * min(rate, 1.0))}")
-    if shown < len(rates):
-        lines.append(f"  Position {shown + 1} onward adds {sum(rates[shown:]):.2f} tokens per step.")
+    header = ("Drafts", "Accepted / drafted", "alpha", "Tokens per draft step", "Tokens per target step", "Steps")
+    lines = ["", text_table(header, [
+        [name, figure(told["rate"]), figure(told["alpha"]), figure(told["mean_length"]),
+         figure(told["tokens_per_target_step"]), "-" if told["steps"] is None else str(told["steps"])]
+        for name, told in parts
+    ]), "alpha: share of the *tested* drafts that were accepted; accepted/drafted is another figure, and lower."]
+    known = [(name, told["per_position"]) for name, told in parts if told["per_position"]]
+    for first in range(0, len(known), 4):
+        lines += ["", *position_lines(known[first : first + 4])]
+    return [*lines, ""]
+
+
+def position_lines(known: Sequence[tuple[str, list[float]]]) -> list[str]:
+    """The share of steps in which each draft position was accepted, the share given the one before, and a bar."""
+
+    def cell(rates: list[float], i: int) -> str:
+        if i >= len(rates):
+            return ""
+        given = ratio_of(rates[i], rates[i - 1]) if i else rates[i]
+        return f"{rates[i]:.2f} {figure(given):>4} {'#' * round(10 * min(rates[i], 1.0)):<10}"
+
+    longest = max(len(rates) for _, rates in known)
+    worth = [i for i in range(longest) if any(sum(rates[i:]) >= WORTH_TOKENS for _, rates in known)] or [0]
+    rows = [[str(i + 1), *(cell(rates, i) for _, rates in known)] for i in range(min(worth[-1] + 2, longest, 20))]
+    lines = ["Accepted by draft position: share of all steps, share given the position before, bar",
+             text_table(("Position", *(name for name, _ in known)), rows, len(known) + 1)]
+    for name, rates in known:
+        cut = next((i for i in range(1, len(rates)) if sum(rates[i:]) < WORTH_TOKENS), None)
+        if cut is not None:
+            lines.append(f"{name}: position {cut + 1} onward adds {sum(rates[cut:]):.2f} tokens per step.")
     return lines
 
 
@@ -2880,7 +2941,7 @@ def sentence(record: JSON) -> str:
         return one_printable_line(f"{named}; over all {speed_words(record['speedup'])}{changed}.")
     where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
     at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
-    size = f", {record['prompt_count']} prompts x {record['repeats']}"
+    size = f", {record['prompt_count']} prompt{'s' * (record['prompt_count'] != 1)} x {record['repeats']}"
     return one_printable_line(f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed_words(record['speedup'])}{size}"
                               f"{changed}.")
 
@@ -2890,7 +2951,7 @@ def comparison_lines(record: JSON) -> list[str]:
     lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)),
              "Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time.", ""]
     if record["concurrency"] == 1 or record["break_even"]["tokens_per_step"] is not None:
-        lines += explanation_lines(record) + position_lines(record["acceptance"])
+        lines += draft_lines(record)[1:] + explanation_lines(record)
     lines += text_lines(record)
     if record["speedup_these_prompts"] and record["speedup_these_prompts"]["low"] is not None:
         lines.append(f"On exactly these {record['speedup_these_prompts']['prompts']} prompts: "
@@ -2900,7 +2961,8 @@ def comparison_lines(record: JSON) -> list[str]:
     if record["more_prompts"] == "more than 100":
         lines.append("It would take more than 100 further prompts to settle it: treat it as no practical difference.")
     elif record["more_prompts"]:
-        lines.append(f"About {record['more_prompts']} more prompts might settle it; more repeats would not.")
+        more = f"{record['more_prompts']} more prompt" + "s" * (record["more_prompts"] != "1")
+        lines.append(f"About {more} might settle it; more repeats would not.")
     return lines
 
 
@@ -2954,25 +3016,27 @@ def result_lines(result: Result) -> list[str]:
         lines += comparison_lines(record)
     if len(result.comparisons) > 1:
         lines += ranking_lines(result.comparisons)
-    if not result.comparisons:
-        for record in result.endpoints:
-            lines += position_lines(record["acceptance"])
-            if record["acceptance"]:
-                told = record["acceptance"]
-                lines.append(f"Acceptance: {figure(told['rate'])} of the drafted tokens, alpha "
-                             f"{figure(told['alpha'])}, "
-                             f"{figure(told['tokens_per_target_step'])} tokens per target step. Without a baseline "
-                             f"the speed-up is unknown.")
-            if record["first_error"]:
-                lines.append(f"{record['failed']} of {record['requests']} requests failed; the first: "
-                             f"{record['first_error']}")
-    else:
-        lines += [f"{r['failed']} of {r['requests']} requests failed; the first: {r['first_error']}"
-                  for r in result.endpoints if r["failed"]]
+    for record in result.endpoints if not result.comparisons else []:
+        lines += single_lines(record)
+    lines += [f"{r['label'].rsplit('/', 1)[-1]}: {r['failed']} of {r['requests']} requests failed; the first: "
+              f"{r['first_error']}" for r in result.endpoints if r["failed"]]
     lines += memory_lines(result.endpoints) + audit_lines(result.records()) + [""]
     lines += [(f"{r['candidate']}: " if len(result.comparisons) > 1 else "") + sentence(r)
               for r in result.comparisons]
     return lines
+
+
+def single_lines(record: JSON) -> list[str]:
+    """The report on one server measured alone."""
+    rows = [[part["workload"], str(part["completed"]), figure(part["output_tokens_per_s"]),
+             figure(part["decode_tokens_per_s"])] for part in record["workloads"]]
+    lines = ["", text_table(("Workload", "Completed", "Tokens/s", "Decode tokens/s"), rows)]
+    told, is_baseline = record["acceptance"], record["label"].endswith("/baseline")
+    if told and told["drafted"] == 0:
+        lines.append("No draft was seen" + (", as it should be on a baseline." if is_baseline
+                                            else ": speculation did not run."))
+    lines += draft_lines(record)
+    return [*lines, "One server was measured: whether speculation pays needs both, see --speculative-url and compare."]
 
 
 def levels_lines(results: Sequence[Result]) -> list[str]:
@@ -3030,7 +3094,8 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> st
 
 def changed_conditions(before: JSON, now: JSON) -> list[str]:
     """What else changed between two records of a label, in words."""
-    names = (("engine_version", "version"), ("engine", "engine"), ("model", "model"), ("prompts_sha256", "prompts"),
+    names = (("engine_version", "version"), ("baseline_engine_version", "baseline version"), ("engine", "engine"),
+             ("model", "model"), ("prompts_sha256", "prompts"),
              ("max_tokens", "max_tokens"), ("concurrency", "concurrency"), ("repeats", "repeats"),
              ("context", "context length"))
     changes = []
@@ -3046,7 +3111,9 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
     same = ("label", "model", "prompts_sha256", "max_tokens", "concurrency")
     alarms = []
     for record in now:
-        name, words = ("speedup", "speed-up") if record["kind"] == "comparison" else ("speed", "baseline tokens/s")
+        name, words, unit = "speedup", "speed-up", "ratio"
+        if record["kind"] == "endpoint":
+            name, words, unit = "speed", "baseline tokens/s", "tokens_per_s"
         if record["kind"] == "endpoint" and not record["label"].endswith("/baseline"):
             continue
         past = [old for old in earlier if all(old.get(key) == record[key] for key in same) and old.get(name)]
@@ -3055,9 +3122,9 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
         before, after = past[-1][name], record[name]
         if before["low"] is not None and after["high"] is not None and after["high"] < before["low"]:
             changes = changed_conditions(past[-1], record)
-            alarms.append(f"REGRESSION {record['label']}: {words} fell from {before['ratio']:.2f} "
+            alarms.append(f"REGRESSION {record['label']}: {words} fell from {before[unit]:.2f} "
                           f"({interval_of(before)}) to "
-                          f"{after['ratio']:.2f} ({interval_of(after)}) since {past[-1]['recorded_at']}; "
+                          f"{after[unit]:.2f} ({interval_of(after)}) since {past[-1]['recorded_at']}; "
                           f"{'also changed: ' + ', '.join(changes) if changes else 'nothing else known changed'}")
     return alarms
 
@@ -3507,7 +3574,7 @@ def _add_results(group: Any) -> None:
                        help="notebook to append to (default %(default)s)")
     group.add_argument("--min-gain", type=_real(-0.99, 100), default=0.0, metavar="G",
                        help="call it paying only above 1+G, as 0.05 for 5%% (default 0)")
-    group.add_argument("--fail-on", type=_listed(_one_of(FAIL_ON)), default=[], metavar="WHAT",
+    group.add_argument("--fail-on", type=_listed(_one_of(FAIL_ON)), action="extend", default=[], metavar="WHAT",
                        help="exit with 3 on any of slower, changed-text, regression (comma list)")
     group.add_argument("--quiet", action="store_true", help="print nothing but errors and --fail-on alarms")
     group.add_argument("--divergence-report", metavar="FILE", help="write a bug report on changed text, in Markdown")
@@ -3624,9 +3691,7 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str],
         listed = as_dict(page).get("data")
     except RequestFailed as error:
         if error.status in (401, 403):
-            has = "was sent" if key else "is not set"
-            raise UsageError(f"{who}: {error}; it wants a key: {args.api_key_env} {has} (another variable: "
-                             f"--api-key-env)") from None
+            raise UsageError(f"{who}: {error}; {key_words(key, args.api_key_env)}") from None
         if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
             raise UsageError(f"{who}: {error}") from None
         listed, headers = None, http.client.HTTPMessage()
@@ -3646,7 +3711,7 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str],
     extra = {**args.extra_body, **(args.baseline_extra_body if is_baseline else args.speculative_extra_body)}
     request = {"max_tokens": args.max_tokens, "temperature": 0.0, "top_p": 1.0, "seed": args.seed,
                **ENGINE_EXTRAS.get(engine, {}), **extra}
-    endpoint = Endpoint(arm, api, root, model, key, request, not args.no_stream, args.timeout,
+    endpoint = Endpoint(arm, api, root, model, key, args.api_key_env, request, not args.no_stream, args.timeout,
                         args.baseline_metrics_url if is_baseline else args.speculative_metrics_url, engine,
                         tuple(served))
     endpoint, snapshot = find_metrics(endpoint)
@@ -3711,7 +3776,7 @@ def memory_of(snapshot: Snapshot) -> JSON:
         if sample.name == "vllm:cache_config_info":
             blocks, size = (sample.label("num_gpu_blocks") or ""), (sample.label("block_size") or "")
             if blocks.isdigit() and size.isdigit():
-                told["cache_tokens"] = int(blocks) * int(size)
+                told["cache_tokens"] = told.get("cache_tokens", 0) + int(blocks) * int(size)
         elif sample.name == "process_resident_memory_bytes":
             told["resident_bytes"] = int(sample.value)
     return told
@@ -3899,11 +3964,11 @@ def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Callable[
         blamed = texts["divergent"] - texts["unstable"]
         if "slower" in args.fail_on and record["verdict"] == "does-not-pay":
             alarms.append(f"SLOWER {record['label']}: {sentence(record)}")
+        first = next((d for d in texts["divergences"] if d["class"] != "unstable-baseline"), None)
         if "changed-text" in args.fail_on and blamed:
+            where = f"; the first: {first['prompt_id']} at byte {first['first_difference_at_byte']}" if first else ""
             alarms.append(f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
-                          f"baseline that does not "
-                          f"disagree with itself; the first: {texts['divergences'][0]['prompt_id']} at byte "
-                          f"{texts['divergences'][0]['first_difference_at_byte']}")
+                          f"baseline that does not disagree with itself{where}")
     if "regression" in args.fail_on and os.path.exists(args.labbook):
         alarms += regressions(read_json_lines(args.labbook, warn), records)
     return alarms

@@ -78,7 +78,7 @@ def measure(baseline, candidate, *flags, **options):
 
 # ---- run files with planted figures ----
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _real_lines():
     """One line of each kind from a real run file: what planted runs are made of."""
     from tests.fakes import FakeServer

@@ -10,7 +10,8 @@ import measure_speculative as ms
 from tests.fakes import HUGE_BYTES, FakeServer
 from tests.support import measure, run_main
 
-TIMEOUT = 0.2
+TIMEOUT = 0.2       # where it is to be exceeded; elsewhere a busy machine gets
+PATIENCE = 30.0
 BOUND = ms.MAX_BODY_BYTES     # as it is; the tests lower it, for speed
 DEADLINE = ("no answer within 0.2 s", "--timeout")
 CUT_OFF = ("ended without a finish reason", "See its log")
@@ -97,12 +98,12 @@ class ChatFaults(Faults):
     def check_fault(self, fault, words, *flags):
         with FakeServer("plain", faults=[fault], repeat_fault=True, words=6) as server:
             started = time.perf_counter()
-            outcome = measure(server, None, "--timeout", TIMEOUT, *flags, prompts=["a", "b"])
+            outcome = measure(server, None, "--timeout", TIMEOUT if words == DEADLINE else PATIENCE, *flags, prompts=["a", "b"])
             elapsed = time.perf_counter() - started
         self.assertEqual(1, outcome.code, outcome.err)
         self.check_clean(outcome)
         self.check_line(outcome.err, server, words)
-        self.assertLess(elapsed, 3 * TIMEOUT + 4)   # a warm-up and two prompts
+        self.assertLess(elapsed, 3 * TIMEOUT + 20)   # a warm-up and two prompts
         record = outcome.endpoint()
         self.assertEqual((2, 0, 2), tuple(record[name] for name in ("requests", "completed", "failed")))
         self.check_no_number(record)
@@ -145,12 +146,12 @@ class ChatFaults(Faults):
                     self.assertEqual((2, 12), (good["completed"], good["output_tokens"]))
 
     def test_one_failed_request_leaves_its_pair_out_of_every_figure_and_shifts_no_other(self):
-        faults = [fault for fault, _, _ in CHAT if fault[:3] not in ("429", "503", "red")]
-        for fault in faults:
+        faults = [(fault, 1.0 if words == DEADLINE else PATIENCE) for fault, words, _ in CHAT if fault[:3] not in ("429", "503", "red")]
+        for fault, timeout in faults:
             with self.subTest(fault):
                 # the warm-up, then "a" to "d": the second is lost on one side
                 with FakeServer("plain", words=6) as base, FakeServer("plain", words=6, faults=[None, None, fault]) as drafting:
-                    outcome = measure(base, drafting, "--timeout", TIMEOUT, prompts=["a", "b", "c", "d"])
+                    outcome = measure(base, drafting, "--timeout", timeout, prompts=["a", "b", "c", "d"])
                 self.assertEqual(0, outcome.code, outcome.err)
                 self.check_clean(outcome)
                 texts = outcome.comparison()["text_comparison"]
@@ -160,7 +161,7 @@ class ChatFaults(Faults):
                 lost = outcome.endpoint("speculative")
                 self.assertEqual((4, 3, 1, 18), tuple(lost[k] for k in ("requests", "completed", "failed", "output_tokens")))
                 self.assertIn(drafting.url, lost["first_error"])
-                self.assertLess(outcome.endpoint()["latency_s"]["max"], 1.0)
+                self.assertLess(lost["latency_s"]["max"], timeout)
 
     def test_errors_of_one_server_never_name_the_other(self):
         with FakeServer("plain", words=6) as base, FakeServer("plain", faults=["500"], repeat_fault=True) as drafting:
@@ -186,13 +187,13 @@ class PreflightFaults(Faults):
             with self.subTest(fault), FakeServer("plain", words=3, page_faults={"/v1/models": [fault]}, repeat_fault=True) as server:
                 del self.slept[:]
                 started = time.perf_counter()
-                outcome = measure(server, None, "--timeout", TIMEOUT, "--model", "fake-model", prompts=["a"])
-                self.assertLess(time.perf_counter() - started, TIMEOUT + 3)
+                outcome = measure(server, None, "--timeout", TIMEOUT if words == DEADLINE else PATIENCE, "--model", "fake-model", prompts=["a"])
+                self.assertLess(time.perf_counter() - started, 20)
                 self.assertEqual(code, outcome.code, outcome.err)
                 self.check_clean(outcome)
                 if code:
                     self.check_line(outcome.err, server, words)
-                    self.assertEqual(([], {}, ""), (server.chats, {k: v for k, v in outcome.files.items() if k == "labbook.md"}, outcome.out))
+                    self.assertEqual(([], [], ""), (server.chats, outcome.records, outcome.out))
                 self.assertLessEqual(sum(self.slept), 60)
 
     def test_without_a_model_name_an_unreadable_list_asks_for_one(self):
@@ -255,14 +256,14 @@ class PreflightFaults(Faults):
         pages = ("/metrics", "/props", "/slots")
         with FakeServer("llama.cpp", words=3, page_faults={page: ["hang"] for page in pages}, repeat_fault=True) as server:
             started = time.perf_counter()
-            outcome = measure(server, None, "--timeout", TIMEOUT, prompts=["a"])
-            self.assertLess(time.perf_counter() - started, 6 * TIMEOUT + 3)
+            outcome = measure(server, None, "--timeout", "0.5", prompts=["a"])
+            self.assertLess(time.perf_counter() - started, 20)
         self.assertEqual(0, outcome.code, outcome.err)
 
     def test_a_metrics_page_that_dies_in_the_run_is_unavailable_and_not_zero(self):
         for fault in ("hang", "503", "html", "half-json"):
             with self.subTest(fault), FakeServer("vllm", words=3, page_faults={"/metrics": [None, None, fault]}, repeat_fault=True) as server:
-                outcome = measure(server, None, "--timeout", TIMEOUT, prompts=["a"])
+                outcome = measure(server, None, "--timeout", "0.5" if fault == "hang" else PATIENCE, prompts=["a"])
                 self.assertEqual(0, outcome.code, outcome.err)
                 record = outcome.endpoint()
                 self.assertIsNone(record["spec_metrics_delta"])

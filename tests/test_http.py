@@ -132,16 +132,15 @@ class Streams(unittest.TestCase):
         raw = stream_of(delta("Hello", "stop"), b"[DONE]", delta(" never read"))
         with tempfile.TemporaryDirectory() as folder:
             (pathlib.Path(folder) / "x.http").write_bytes(raw)
-            entry = {"method": "POST", "path": CHAT, "file": "x.http", "split": [raw.index(b"[DONE]") + 8], "delay_ms": 500}
+            entry = {"method": "POST", "path": CHAT, "file": "x.http", "split": [raw.index(b"[DONE]") + 8], "delay_ms": 5000}
             with ReplayServer([entry], folder) as server:
                 started = time.perf_counter()
                 self.assertEqual("Hello", ms.complete(endpoint(server), HI).content)
-                self.assertLess(time.perf_counter() - started, 0.5)
+                self.assertLess(time.perf_counter() - started, 4.5)
 
     def test_an_event_may_have_several_data_lines(self):
-        raw = stream_of().decode() + 'data: {"choices": [{"index": 0,\ndata: "delta": {"content": "Hello"},\n' \
-            'data: "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
-        self.assertEqual("Hello", answered(raw.encode()).content)
+        parts = b'{"choices": [{"index": 0,\n', b' "delta": {"content": "Hello"},\n', b'"finish_reason": "stop"}]}\n\n', b"[DONE]\n\n"
+        self.assertEqual("Hello", answered(stream_of() + b"data: " + b"data: ".join(parts)).content)
 
     def test_a17_chunks_are_not_tokens(self):
         answer = replayed("A17")
@@ -352,7 +351,7 @@ class Deadlines(unittest.TestCase):
             started = time.perf_counter()
             with self.assertRaises(ms.RequestFailed) as caught:
                 ms.complete(endpoint(server, timeout_s=0.3, stream=options.get("usage", True)), HI)
-            self.assertLess(time.perf_counter() - started, 2.0)
+            self.assertLess(time.perf_counter() - started, 10)     # not the server's pace, nor for ever
         return str(caught.exception)
 
     def test_no_fault_holds_a_request_beyond_its_deadline(self):
@@ -363,7 +362,7 @@ class Deadlines(unittest.TestCase):
                 self.assertIn("--timeout", message)
 
     def test_bytes_that_keep_coming_do_not_extend_the_deadline(self):
-        self.assertIn("--timeout", self.failure(words=200, token_delay_s=0.02))
+        self.assertIn("--timeout", self.failure(words=1000, token_delay_s=0.02))
 
     def test_a_plain_answer_has_the_same_deadline(self):
         self.assertIn("--timeout", self.failure("stall", usage=False))

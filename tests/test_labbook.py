@@ -255,7 +255,7 @@ class FailsAtTheEnd(unittest.TestCase):
     def test_a_write_that_fails_half_way_is_taken_back(self):
         """A real limit on the size of a file, 200 bytes above what is there."""
         try:
-            import resource     # noqa: F401  (not on Windows)
+            import resource  # noqa: F401  (not on Windows)
         except ImportError:
             self.skipTest("no resource limits here")
         code = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); import measure_speculative as ms; "
@@ -265,7 +265,7 @@ class FailsAtTheEnd(unittest.TestCase):
             book.write_bytes(b"# Notes\n{\"n\": 1")
             done = subprocess.run([sys.executable, "-c", code, "--baseline-url", a.url, "--speculative-url", b.url], cwd=folder,
                                   env=dict(os.environ, PYTHONPATH=str(PROGRAM.parent), PYTHONDONTWRITEBYTECODE="1"),
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60, encoding="ascii")
+                                  capture_output=True, timeout=60, encoding="ascii")
             self.assert_printed(done.returncode, done.stdout, done.stderr)
             self.assertEqual(book.read_bytes(), b"# Notes\n{\"n\": 1")
 
@@ -286,7 +286,7 @@ class Console(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder, replayed("E04/baseline.json") as a, replayed("E04/spec.json") as b:
             command = [sys.executable, str(PROGRAM), "--baseline-url", a.url, "--speculative-url", b.url, "--model", "m", "--warmup", "0",
                        "--prompts", str(CASES / "E04" / "prompts.txt"), "--divergence-report", "bug.md", "--include-prompts"]
-            done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60)
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=60)
             asked = a.chats[0]["body"]["messages"][0]["content"]
             return done, (pathlib.Path(folder) / "labbook.md").read_bytes(), asked
 

@@ -1,5 +1,6 @@
 """The plan and the loop that carries it out: order, warm-up, interruption, progress, run files."""
 
+import builtins
 import contextlib
 import itertools
 import json
@@ -200,13 +201,11 @@ class SaveRun(unittest.TestCase):
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
     def test_a_disk_that_fills_stops_neither_the_measurement_nor_the_notebook(self):
-        real = ms.run_file
+        real = builtins.open
 
-        @contextlib.contextmanager
-        def full(path):
-            with real(path), open("/dev/full", "wb") as file:
-                yield file
-        with FakeServer() as a, FakeServer() as b, mock.patch.object(ms, "run_file", full):
+        def full(path, mode="r", *args, **options):
+            return real("/dev/full" if str(path) == "run.jsonl" else path, mode.replace("x", "w"), *args, **options)
+        with FakeServer() as a, FakeServer() as b, mock.patch.object(builtins, "open", full):
             outcome = measure(a, b, "--save-run", "run.jsonl", prompts=PROMPTS)
         self.assertEqual((outcome.code, len(outcome.records)), (1, 3))
         self.assertIn("run file", outcome.err)

@@ -193,8 +193,8 @@ class EchoedKeys(Secrets):
 
     def test_texts_that_differ_and_their_triage(self):
         for base_text, other in (("one two " + KEY + " end", "one three " + KEY + " end"), (KEY + " a", "b a"), ("a", KEY)):
-            with self.subTest(base_text), FakeServer("vllm", answers=lambda p, n: base_text) as base, \
-                    FakeServer("vllm", answers=lambda p, n: other, gaps={0: (KEY, 0.1), 1: (" " + KEY, 0.1)}) as drafting:
+            with self.subTest(base_text), FakeServer("vllm", answers=lambda p, n, text=base_text: text) as base, \
+                    FakeServer("vllm", answers=lambda p, n, text=other: text, gaps={0: (KEY, 0.1), 1: (" " + KEY, 0.1)}) as drafting:
                 base.gaps = drafting.gaps
                 outcome = self.run_with_key(base, drafting)
                 self.assertEqual(2, outcome.comparison()["text_comparison"]["divergent"])

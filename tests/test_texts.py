@@ -333,7 +333,7 @@ class TriageOverHttp(unittest.TestCase):
         return found, asked, plain, outcome.out
 
     def test_a_near_tie(self):
-        found, asked, plain, out = self.triage(gaps={7: (" other", 0.125)})
+        found, _, _, out = self.triage(gaps={7: (" other", 0.125)})
         self.assertEqual((found["triage"]["finding"], found["triage"]["baseline_token"], found["triage"]["speculative_token"]),
                          ("near-tie", " eight", " other"))
         self.assertAlmostEqual(found["triage"]["gap_nats"], 0.125)
