@@ -953,8 +953,8 @@ def block_growth(before: Snapshot, after: Snapshot, received: int | None) -> Gro
     generated = generated_tokens(growth)
     if generated is None or received is None or generated >= received * (1 - FOREIGN_SHARE):
         return growth
-    return Growth(None, f"the counters show {generated:.0f} tokens where {received} were received: the server was "
-                        "restarted, or this is another process's page", reset=True)
+    words = f"counters were reset: they show {generated:.0f} tokens where {received} were received, so the server was "
+    return Growth(None, words + "restarted, or this is another process's page", reset=True)
 
 
 def added_growth(parts: Sequence[Growth]) -> Growth:

@@ -336,7 +336,6 @@ class KnownAcceptance(RealTest):
     """synth_rates: the server accepts at known rates, whatever the draft says, so the models may be cut short.
 
     Each answer draws the same random numbers for the same seed: a sample of 1,000 independent steps is one answer.
-    It is not streamed, since the server parses the whole text anew for each token that it streams.
     """
 
     RATES = (0.6, 0.3, 0.12)
@@ -348,8 +347,8 @@ class KnownAcceptance(RealTest):
         plain = cls.use(real_engine.server(model=target))
         drafting = cls.use(real_engine.server(model=target, draft=draft, n_max=3, synth_rates=cls.RATES))
         cls.run_ = cls.kept(measure(
-            OPEN[:1], "--max-tokens", cls.TOKENS, "--extra-body", '{"ignore_eos": true}', "--no-stream", "--triage", 0,
-            "--warmup", 0, servers=(plain, drafting)))
+            OPEN[:1], "--max-tokens", cls.TOKENS, "--extra-body", '{"ignore_eos": true}', "--triage", 0, "--warmup", 0,
+            servers=(plain, drafting)))
 
     def setUp(self):
         self.assertEqual(self.run_.code, 0, self.run_.err)

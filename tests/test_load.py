@@ -11,6 +11,8 @@ from tests.support import measure, run_main
 
 PROMPTS = ["prompt %d" % i for i in range(4)]
 
+DRAFTS = Speculation(4, (4, 2, 0))
+
 
 def workloads(*names):
     """A prompt file with one prompt of each of these kinds of work."""
@@ -185,7 +187,7 @@ class Queueing(unittest.TestCase):
 class Failures(unittest.TestCase):
     def test_a_block_with_a_failure_is_in_no_figure(self):
         """The candidate's second block (8 requests) has one that fails at once; the first pair of blocks remains."""
-        with FakeServer(first_delay_s=0.05) as a, FakeServer(first_delay_s=0.05, faults=[None] * 12 + ["html"]) as b:
+        with FakeServer(first_delay_s=0.05) as a, FakeServer(speculation=DRAFTS, first_delay_s=0.05, faults=[None] * 12 + ["html"]) as b:
             outcome = measure_kinds(a, b, ["x", "y"], "--concurrency", 4)
         record, endpoint = outcome.comparison(), outcome.endpoint("speculative")
         self.assertEqual((outcome.code, endpoint["failed"], endpoint["completed"], endpoint["requests"]), (0, 1, 15, 16))
@@ -196,7 +198,7 @@ class Failures(unittest.TestCase):
             self.assertAlmostEqual(arm["output_tokens_per_s"] * arm["wall_s"], 8 * 32, 6)
 
     def test_failures_that_come_at_once_never_look_fast(self):
-        with FakeServer(first_delay_s=0.03) as a, FakeServer(first_delay_s=0.03, faults=[None, None, None, "html"], repeat_fault=True) as b:
+        with FakeServer(first_delay_s=0.03) as a, FakeServer(speculation=DRAFTS, first_delay_s=0.03, faults=[None, None, None, "html"], repeat_fault=True) as b:
             outcome = measure_kinds(a, b, ["x", "y"], "--concurrency", 4)
         record = outcome.comparison()
         self.assertEqual((record["speedup"], record["verdict"], record["speculative_tokens_per_s"]), (None, "undecided", None))

@@ -22,7 +22,7 @@ LABELS = ("model_name", "engine", "position", "le_", "_x", "A1", "path", "versio
 PIECES = ('"', "\\", "\n", "{", "}", ",", "=", "#", " ", "  ", "\t", "\r", "a", "model", "/srv/m.gguf", "C:\\models\\new", "\\n", "\\\"", '\\\\"',
           "# {", '"} 1', '="', "\u00e9", "\u4f60\u597d", "\u2028", "\x85", "\x0b", "\U0001f600", "\ufeff", "1", "+Inf", "'", ";", ":", "e\u0301", "\x1c")
 VALUES = ("0", "1", "-1", "17", "1.0", "1.234567e+06", "1.23457e+06", "5E-3", "-0.25", "1e+308", "NaN", "+Inf", "-Inf", "0.1", "12345678901234567890", ".5", "1.")
-PAGES_EACH = 30000      # of both formats: 4,000
+PAGES_EACH = 20000      # of both formats: 4,000
 
 
 def escaped(value):
@@ -63,7 +63,8 @@ def text_page(rng):
 
 
 def exemplar(rng):
-    text = "".join(rng.choice(('"', "\\", "\n", "}", "{", ",", "a", "\u00e9", " ")) for _ in range(rng.randint(0, 6)))
+    text = "".join(rng.choice(("\\", "\n", "}", "{", ",", "a", "\u00e9", " ")) for _ in range(rng.randint(0, 6)))
+    text += '"' * (rng.random() < 0.05)
     return ' # {trace_id="%s"} %s%s' % (escaped(text), rng.choice(("1", "0.5", "2e-3")), rng.choice(("", " 1757000000.5")))
 
 
@@ -115,7 +116,7 @@ class Reference(unittest.TestCase):
             page = make(random.Random(seed))
             try:
                 expected = theirs(parse, page)
-            except ValueError:      # the official parser cannot read every escape within an exemplar
+            except ValueError:      # the official parser cannot read every quote within an exemplar
                 self.assertLess(seed, 1.2 * PAGES_EACH)
                 continue
             if ours(page) != expected:
