@@ -2560,14 +2560,13 @@ def _take_back(file: BinaryIO, end: int) -> None:
         file.truncate(end)
 
 
-def check_appendable(path: str) -> None:
-    """UsageError, before any work is done, if the lab notebook cannot be written."""
+def check_appendable(path: str, what: str = "lab notebook", option: str = "--labbook") -> None:
+    """UsageError, before any work is done, if the file that will hold results cannot be written."""
     try:
         with open(path, "ab"):
             pass
     except OSError as error:
-        raise UsageError(f"cannot write the lab notebook {path}: {error.strerror}; another path: --labbook "
-                         f"FILE") from None
+        raise UsageError(f"cannot write the {what} {path}: {error.strerror}; another path: {option} FILE") from None
 
 
 def read_json_lines(path: str, warn: Callable[[str], None]) -> list[JSON]:
@@ -2836,7 +2835,7 @@ def draft_lines(record: JSON) -> list[str]:
         [name, figure(told["rate"]), figure(told["alpha"]), figure(told["mean_length"]),
          figure(told["tokens_per_target_step"]), "-" if told["steps"] is None else str(told["steps"])]
         for name, told in parts
-    ]), "alpha: share of the *tested* drafts that were accepted; accepted/drafted is another figure, and lower."]
+    ]), "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, and lower."]
     known = [(name, told["per_position"]) for name, told in parts if told["per_position"]]
     for first in range(0, len(known), 4):
         lines += ["", *position_lines(known[first : first + 4])]
@@ -2856,7 +2855,7 @@ def position_lines(known: Sequence[tuple[str, list[float]]]) -> list[str]:
     worth = [i for i in range(longest) if any(sum(rates[i:]) >= WORTH_TOKENS for _, rates in known)] or [0]
     rows = [[str(i + 1), *(cell(rates, i) for _, rates in known)] for i in range(min(worth[-1] + 2, longest, 20))]
     lines = ["Accepted by draft position: share of all steps, share given the position before, bar",
-             text_table(("Position", *(name for name, _ in known)), rows, len(known) + 1)]
+             text_table(("Position", *(name if len(name) <= 20 else name[:17] + "..." for name, _ in known)), rows, 5)]
     for name, rates in known:
         cut = next((i for i in range(1, len(rates)) if sum(rates[i:]) < WORTH_TOKENS), None)
         if cut is not None:
@@ -3036,7 +3035,7 @@ def single_lines(record: JSON) -> list[str]:
         lines.append("No draft was seen" + (", as it should be on a baseline." if is_baseline
                                             else ": speculation did not run."))
     lines += draft_lines(record)
-    return [*lines, "One server was measured: whether speculation pays needs both, see --speculative-url and compare."]
+    return [*lines, "One server was measured, so the speed-up is unknown; it takes both: --speculative-url, or compare."]
 
 
 def levels_lines(results: Sequence[Result]) -> list[str]:
@@ -3886,13 +3885,20 @@ def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Seque
     return found
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """UsageError if the notebook or the divergence report cannot be written."""
+    check_appendable(args.labbook)
+    if args.divergence_report:
+        check_appendable(args.divergence_report, "report", "--divergence-report")
+
+
 def measure_command(argv: Sequence[str]) -> int:
     """measure: prompts -> plan -> readings -> comparison -> notebook and terminal."""
     args = measure_parser().parse_args(argv)
     say = (lambda words: None) if args.quiet else say_on_stderr
     arms = arms_of(args)
     prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])
-    check_appendable(args.labbook)
+    check_outputs(args)
     for note in notes:
         say(note)
     servers = [preflight(arm, url, args, say) for arm, url in arms]
@@ -3984,7 +3990,7 @@ def compare_command(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     say = (lambda words: None) if args.quiet else say_on_stderr
     levels, triage = runs_to_compare(args.baseline, args.speculative, say)
-    check_appendable(args.labbook)
+    check_outputs(args)
     measured = []
     for arms in levels:
         if len(arms) < 2:

@@ -22,7 +22,7 @@ LABELS = ("model_name", "engine", "position", "le_", "_x", "A1", "path", "versio
 PIECES = ('"', "\\", "\n", "{", "}", ",", "=", "#", " ", "  ", "\t", "\r", "a", "model", "/srv/m.gguf", "C:\\models\\new", "\\n", "\\\"", '\\\\"',
           "# {", '"} 1', '="', "\u00e9", "\u4f60\u597d", "\u2028", "\x85", "\x0b", "\U0001f600", "\ufeff", "1", "+Inf", "'", ";", ":", "e\u0301", "\x1c")
 VALUES = ("0", "1", "-1", "17", "1.0", "1.234567e+06", "1.23457e+06", "5E-3", "-0.25", "1e+308", "NaN", "+Inf", "-Inf", "0.1", "12345678901234567890", ".5", "1.")
-PAGES_EACH = 20000      # of both formats: 4,000
+PAGES_EACH = 2000      # of both formats: 4,000
 
 
 def escaped(value):
