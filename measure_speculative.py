@@ -1449,7 +1449,8 @@ class Recorder:
         if self.show:
             done = len(self.readings)
             left = (time.monotonic() - self.started) / done * (self.total - done)
-            status = f"{done}/{self.total}  {reading.arm}  {reading.prompt_id}  about {left / 60:.0f} min left"
+            remaining = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+            status = f"{done}/{self.total}  {reading.arm}  {reading.prompt_id}  about {remaining} left"
             sys.stderr.write("\r" + printable(status)[:78].ljust(78))
             sys.stderr.flush()
 
@@ -1484,9 +1485,12 @@ def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Callable[[
     return replace(reading, answer=answer, waited_s=waited)
 
 
-def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], shared: bool,
+def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], hosts: Sequence[int],
             recorder: Recorder, concurrency: int = 1, warmed: bool = True) -> bool:
-    """Carry out the plan; True if it was interrupted.  `shared`: all arms are one server, and its counters of all."""
+    """Carry out the plan; True if it was interrupted.
+
+    `hosts` numbers the server behind each arm: where arms share one, its counters are of all of them.
+    """
     heard = set(range(len(endpoints))) if warmed else set()
     try:
         for block in plan:
@@ -1503,7 +1507,8 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
                 finished = time.perf_counter()
             taken = recorder.readings[first:]
             for arm, before in befores.items():
-                mine = [r for r in taken if shared or r.arm == endpoints[arm].arm]
+                names = {endpoint.arm for endpoint, host in zip(endpoints, hosts) if host == hosts[arm]}
+                mine = [reading for reading in taken if reading.arm in names]
                 recorder.add_counted(count_block(endpoints[arm], block, before, mine, finished - started, waiting))
     except KeyboardInterrupt:
         return True
@@ -2354,17 +2359,23 @@ def fit_of(explanations: Sequence[tuple[JSON, Drafts]]) -> JSON | None:
     return {"draft_cost": costs[1], "verification_cost": costs[0], "runs": len(points)}
 
 
+def same_process(run: Run, other: Run) -> bool:
+    """Whether two arms were one server: the same address, or the same start of a process."""
+    return all(run.conditions[name] == other.conditions[name] for name in ("run_id", "host_number"))
+
+
 def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_drafts: Drafts, drafts: Drafts,
                   logs: Sequence[Sequence[float]]) -> list[JSON]:
     """What must be known before the two arms are compared."""
     found: list[JSON] = []
     a, b = baseline.conditions, candidate.conditions
-    if a["shared_server"]:
+    same = same_process(baseline, candidate)
+    if same:
         found.append(finding("same-server", "both arms are the same server: this measures the noise, not speculation"))
     elif base_drafts.seen:
         found.append(finding("baseline-drafting",
                              "the baseline server drafts too, so this is no comparison with plain decoding"))
-    if drafts.seen is False and not a["shared_server"]:
+    if drafts.seen is False and not same:
         found.append(finding("not-drafting",
                              "speculation did not run: no draft was seen on the speculative server, so its "
                              "speed says nothing about speculation"))
@@ -2372,7 +2383,7 @@ def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_draft
     cached = [sum_known(r.answer.cached_tokens for r in run.readings if r.answer and r.pair in pairs)
               for run in (baseline, candidate)]
     prompt = sum(r.answer.prompt_tokens or 0 for r in baseline.readings if r.answer and r.pair in pairs)
-    known = cached[0] is not None and cached[1] is not None and not a["shared_server"]
+    known = cached[0] is not None and cached[1] is not None and not same
     if known and abs((cached[0] or 0) - (cached[1] or 0)) > max(0.01 * prompt, 1):
         found.append(finding("cache-differs",
                              f"prompt tokens from the cache: baseline {cached[0]}, {candidate.arm} {cached[1]}; "
@@ -2388,7 +2399,9 @@ def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_draft
                                  speculative=theirs))
     units = "pairs of blocks" if a["concurrency"] > 1 else "prompts"
     if len(logs) < 2:
-        found.append(finding("few-prompts", f"no interval: it takes at least two {units} measured on both servers",
+        more = "; --repeats adds pairs of blocks" if a["concurrency"] > 1 else ""
+        found.append(finding("few-prompts",
+                             f"no interval: it takes at least two {units} measured on both servers{more}",
                              prompts=len(logs)))
     elif len(logs) < FEW_PROMPTS:
         found.append(finding("few-prompts",
@@ -2425,7 +2438,7 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
     def one(workload: str) -> JSON:
         part, some = log_ratios(baseline, candidate, runs, workload), drafts_of(candidate, workload)
         own, words = over_prompts(part), compare_texts(baseline, candidate, triage, workload)
-        no_draft = idle or (some.seen is False and not base_about["shared_server"])
+        no_draft = idle or (some.seen is False and not same_process(baseline, candidate))
         return {
             "workload": workload, "prompts": len(part),
             "baseline_tokens_per_s": figures_of(baseline, runs, workload).tokens_per_s,
@@ -2496,10 +2509,13 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
 
 def against_best(comparisons: list[JSON], candidates: Sequence[Run], runs: Sequence[Run]) -> list[JSON]:
     """The comparisons, each with its paired ratio to the fastest candidate, so that real differences can be told."""
-    speeds = [(record["speedup"] or {}).get("ratio") or 0.0 for record in comparisons]
-    best = candidates[speeds.index(max(speeds))] if speeds else None
+    ran = [(record["speedup"]["ratio"], i) for i, record in enumerate(comparisons) if record["speedup"]
+           and record["verdict"]]
+    best = candidates[max(ran)[1]] if ran else None
     for record, run in zip(comparisons, candidates):
-        behind = None if run is best or best is None else over_prompts(log_ratios(best, run, runs))
+        behind = None if run is best or best is None or record["verdict"] is None else over_prompts(log_ratios(best,
+                                                                                                               run,
+                                                                                                               runs))
         record["against_best"] = {"best": best.arm, **behind.to_json()} if behind and best else None
     return comparisons
 
@@ -2781,6 +2797,8 @@ def explanation_lines(record: JSON) -> list[str]:
     """Why it pays or not, in the terms of the field and in plain words."""
     why, acceptance = record["break_even"], record["acceptance"] or {}
     length, cost, chain = why["tokens_per_step"], why["step_cost"], why["chain"]
+    if record["verdict"] is None:
+        return ["Why: no draft was made."]
     if why["applies"] == "no-acceptance" and length is None:
         return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
     lines = [f"Why: {figure(length)} tokens per target step"]
@@ -2835,7 +2853,7 @@ def draft_lines(record: JSON) -> list[str]:
         [name, figure(told["rate"]), figure(told["alpha"]), figure(told["mean_length"]),
          figure(told["tokens_per_target_step"]), "-" if told["steps"] is None else str(told["steps"])]
         for name, told in parts
-    ]), "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, and lower."]
+    ]), "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, never higher."]
     known = [(name, told["per_position"]) for name, told in parts if told["per_position"]]
     for first in range(0, len(known), 4):
         lines += ["", *position_lines(known[first : first + 4])]
@@ -2967,7 +2985,7 @@ def comparison_lines(record: JSON) -> list[str]:
 
 def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
     """Several candidates by speed, and which differences to the first are real."""
-    ranked = sorted(comparisons, key=lambda r: -((r["speedup"] or {}).get("ratio") or 0.0))
+    ranked = sorted(comparisons, key=lambda r: (r["verdict"] is None, -((r["speedup"] or {}).get("ratio") or 0.0)))
     rows = []
     for record in ranked:
         behind = record.get("against_best")
@@ -2975,7 +2993,8 @@ def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
             "real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
         rows.append([record["candidate"], figure((record["speedup"] or {}).get("ratio")),
                      interval_of(record["speedup"]),
-                     VERDICT_WORDS[record["verdict"]].lower(), speed_words(behind) if behind else "first", real])
+                     VERDICT_WORDS[record["verdict"]].lower(), speed_words(behind) if behind else ""
+                     if record["verdict"] is None else "first", real])
     return ["", text_table(("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"), rows)]
 
 
@@ -3035,7 +3054,7 @@ def single_lines(record: JSON) -> list[str]:
         lines.append("No draft was seen" + (", as it should be on a baseline." if is_baseline
                                             else ": speculation did not run."))
     lines += draft_lines(record)
-    return [*lines, "One server was measured, so the speed-up is unknown; it takes both: --speculative-url, or compare."]
+    return [*lines, "One server was measured, so the speed-up is unknown; see --speculative-url, and compare --help."]
 
 
 def levels_lines(results: Sequence[Result]) -> list[str]:
@@ -3043,7 +3062,8 @@ def levels_lines(results: Sequence[Result]) -> list[str]:
     lines: list[str] = []
     for result in results:
         if len(results) > 1:
-            lines += ["", f"=== {result.endpoints[0]['concurrency']} requests at a time ==="]
+            level = result.endpoints[0]["concurrency"]
+            lines += ["", f"=== {level} request{'s' * (level > 1)} at a time ==="]
         lines += result_lines(result)
     comparisons = [record for result in results for record in result.comparisons]
     for label in dict.fromkeys(record["label"] for record in comparisons):
@@ -3172,7 +3192,10 @@ def markdown_report(records: Sequence[JSON]) -> str:
         same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
         levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
         lines += [f"## {label}", "", *map(printable, (sentence(r) for r in levels)), ""]
-        lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(latest)), ""]
+        for record in levels:
+            if len(levels) > 1:
+                lines += [f"Load {record['concurrency']}:", ""]
+            lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(record)), ""]
         lines += [printable(line.strip()) for line in explanation_lines(latest)] + [""]
         if len(levels) > 1:
             lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
@@ -3782,7 +3805,6 @@ def memory_of(snapshot: Snapshot) -> JSON:
 
 
 def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Prompt], level: int, run_id: str,
-                  shared: bool,
                   findings: list[JSON], simulated: bool) -> JSON:
     """Everything that is said about an arm beside its readings: the header of its run, as JSON."""
     import platform
@@ -3803,7 +3825,6 @@ def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Pr
         "stream": endpoint.stream, "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()}
                                                for p in prompts],
         "repeats": args.repeats, "warmup": args.warmup, "order": args.order, "concurrency": level,
-        "shared_server": shared,
         "simulated": simulated, "tool_version": __version__, "recorded_at": stamp[:-2] + ":" + stamp[-2:],
         "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(),
                  "cpus": os.cpu_count()},
@@ -3824,11 +3845,9 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
                    file: BinaryIO | None, show: bool, simulated: bool = False) -> tuple[list[Measured], str | None]:
     """Measure each concurrency level; also returns what went wrong with the run file, if anything."""
     endpoints = [server.endpoint for server in servers]
-    first = servers[0].snapshot
-    shared = len(servers) > 1 and all(
-        s.endpoint.api == endpoints[0].api or (s.snapshot.process == first.process and first.process is not None)
-        for s in servers
-    )
+    hosts = [next(i for i, other in enumerate(servers) if other.endpoint.api == server.endpoint.api or (
+        server.snapshot.process is not None and other.snapshot.process == server.snapshot.process))
+        for server in servers]
     answers = warm_up(endpoints, args.warmup, say)
     notes: list[JSON] = []
     if any(answer and answer.streamed and answer.completion_tokens is None for answer in answers):
@@ -3843,10 +3862,12 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
         plan = make_plan([p.workload for p in prompts], args.repeats, len(servers), args.order, level)
         recorder = Recorder(say, file, sum(len(block.shots) for block in plan), show)
         name = run_id if len(args.concurrency) == 1 else f"{run_id}-{level}"
-        headers = [conditions_of(server, args, prompts, level, name, shared, notes, simulated) for server in servers]
+        headers = [{**conditions_of(server, args, prompts, level, name, notes, simulated),
+                    "host_number": host, "shared_server": hosts.count(host) > 1}
+                   for server, host in zip(servers, hosts)]
         for header in headers:
             recorder.write({"kind": "run", **header})
-        interrupted = execute(plan, endpoints, prompts, shared, recorder, level, args.warmup > 0)
+        interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
         for server in servers:
             recorder.write({"kind": "end", "arm": server.endpoint.arm, "interrupted": interrupted})
         runs = [Run(server.endpoint.arm, header, tuple(r for r in recorder.readings if r.arm == server.endpoint.arm),

@@ -195,7 +195,7 @@ class Shapes(unittest.TestCase):
             ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "llamacpp:spec_decode_num_drafts", 10),
         ):
             with self.subTest(drafted):
-                def page(times):
+                def page(times, drafted=drafted, accepted=accepted, more=more):
                     values = {"llamacpp:" + drafted: 30 * times, "llamacpp:" + accepted: 12 * times}
                     values.update({more: 10 * times} if more else {})
                     return ms.snapshot_of("".join("# TYPE %s counter\n%s %d\n" % (n, n, v) for n, v in values.items()),

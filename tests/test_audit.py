@@ -1,5 +1,7 @@
 """The audit: each finding is raised when it should be, and none on a clean run."""
 
+import dataclasses
+import functools
 import json
 import unittest
 from unittest import mock
@@ -101,7 +103,7 @@ class Counters(unittest.TestCase):
     def test_foreign_traffic_is_counted_to_the_token(self):
         for engine in COUNTING:
             with self.subTest(engine):
-                outcome, _, drafting = run_pair(engine, candidate={"foreign": 9})
+                outcome, _, _ = run_pair(engine, candidate={"foreign": 9})
                 self.assertEqual(9 * 2, findings(outcome.endpoint("speculative"))["foreign-traffic"]["foreign_tokens"])
                 self.assertNotIn("foreign-traffic", findings(outcome.endpoint("baseline")))
                 self.assertIn("18 tokens", outcome.out)
@@ -145,7 +147,7 @@ class Counters(unittest.TestCase):
         """Engines count accepted tokens behind the end of an answer: 34 of 16990 were seen."""
         for extra, is_found in ((1, False), (2, False), (3, True)):
             with self.subTest(extra), FakeServer("vllm", words=100, speculation=PATTERN) as server:
-                server.answers = at_prompt(TWO[1], lambda: server.generate(extra))
+                server.answers = at_prompt(TWO[1], functools.partial(server.generate, extra))
                 self.assertEqual(is_found, "foreign-traffic" in all_findings(measure(None, server, prompts=TWO)))
 
     def test_sources_that_disagree_are_named_and_the_answers_believed(self):
@@ -234,7 +236,7 @@ class Drafting(unittest.TestCase):
         lines = "".join(json.dumps({"prompt": p, "workload": p.split()[0]}) + "\n" for p in answers)
         for engine in ("llama.cpp", "lmdeploy"):
             with self.subTest(engine), FakeServer(engine, answers=answers) as a, FakeServer(engine, answers=answers, speculation=PATTERN) as b:
-                b.kind, kind = b.kind.__class__(**dict(b.kind.__dict__, whole_chains=False)), b.kind
+                b.kind = dataclasses.replace(b.kind, whole_chains=False)
                 record = measure(a, b, "--prompts", "p.jsonl", files={"p.jsonl": lines}).comparison()
                 verdicts = {part["workload"]: part["verdict"] for part in record["workloads"]}
                 self.assertIsNone(verdicts["short"])
@@ -378,7 +380,8 @@ class Answers(unittest.TestCase):
                     self.assertEqual(len(prompts), found["few-prompts"]["prompts"])
 
     def test_one_stalled_answer_is_found_and_kept(self):
-        with FakeServer("llama.cpp", token_delay_s=0.001, words=8) as a, FakeServer("llama.cpp", token_delay_s=0.001, words=8, speculation=PATTERN) as b:
+        pace = {"token_delay_s": 0.001, "words": 8}
+        with FakeServer("llama.cpp", **pace) as a, FakeServer("llama.cpp", speculation=PATTERN, **pace) as b:
             b.answers = lambda prompt, nth: b.sleep(0.5) if (prompt, nth) == (MANY[3], 1) else None
             outcome = measure(a, b, "--repeats", "3", prompts=MANY[:6])
         self.assertGreaterEqual(findings(outcome.comparison())["stalls"]["count"], 1)

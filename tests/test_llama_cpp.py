@@ -171,7 +171,7 @@ class HonestDraft(RealTest):
 
     def test_measuring_succeeds_and_prints_the_verdict_last(self):
         self.assertEqual(self.run_.code, 0, self.run_.err)
-        self.assertIn("4 prompts x 2", self.run_.out.rstrip().splitlines()[-1])
+        self.assertRegex(self.run_.out.rstrip().splitlines()[-1], r"^(PAYS|DOES NOT PAY|UNDECIDED) on .*\d\.\d\dx")
         self.assertIn("speculative server", self.run_.err)
         self.assertIn("does not list the model local-chat", self.run_.err)
 
@@ -295,6 +295,16 @@ class HonestDraft(RealTest):
         for arm in ("baseline", "speculative"):
             self.assertNotIn("foreign-traffic", findings(run.record(arm)))
         self.assertEqual(record["text_comparison"]["identical"], 2)
+
+    def test_candidate_on_the_baselines_server_is_not_taken_for_foreign_traffic(self):
+        run = self.measure(CLOSED, "--max-tokens", 8, "--speculative-url", f"k4={self.drafting.url}",
+                           "--speculative-url", f"same={self.plain.url}", servers=(self.plain,))
+        self.assertEqual(run.code, 0, run.err)
+        for record in run.records("endpoint"):
+            self.assertNotIn("foreign-traffic", findings(record), record["label"])
+        told = {record["label"].split("/")[1]: findings(record) for record in run.records("comparison")}
+        self.assertIn("same-server", told["same"])
+        self.assertNotIn("same-server", told["k4"])
 
     def test_a_plain_server_in_place_of_the_drafting_one_gets_no_verdict(self):
         other = self.server(n_ctx=1024)

@@ -258,6 +258,12 @@ class Deltas(unittest.TestCase):
         growth = ms.counter_growth(snapshot(page % (1, 1, 1, 1)), snapshot(page % (5, 5, 5, 5)))
         self.assertEqual({}, {k: v for k, v in ms.spec_delta(growth).items() if "seconds" not in k})
 
+    def test_created_of_an_openmetrics_counter_is_no_counter(self):
+        page = ("# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total %d # {trace_id=\"x\"} 1 1.5\n"
+                "vllm:spec_decode_num_drafts_created 1.757e+09\n# EOF\n")
+        growth = ms.counter_growth(snapshot(page % 5), snapshot(page % 9))
+        self.assertEqual({"vllm:spec_decode_num_drafts_total": 4}, ms.spec_delta(growth))
+
     def test_values_that_are_no_number_never_reach_a_delta(self):
         page = "# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total %s\n"
         for bad in ("NaN", "+Inf", "-Inf"):

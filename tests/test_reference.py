@@ -182,7 +182,7 @@ class ReferenceServers(unittest.TestCase):
                     thread.join()
                 return max(entry["decode_s"] / (entry["steps"] + entry["plain_steps"]) for entry in json.loads(get(api, "/truth")))
 
-        full = Reference(alpha=1.0, chain=1, draft_cost=0.0, capacity=4.0, step_s=0.004, prefill_s=0.05)
+        full = Reference(alpha=1.0, chain=1, draft_cost=0.0, capacity=4.0, step_s=0.004, prefill_s=0.15)
         self.assertAlmostEqual(0.004, step_s(full, 2), 9)              # 2 x 2 tokens fill it
         self.assertAlmostEqual(0.004 * 6 * 2 / 4, step_s(full, 6), delta=0.002)  # 12 tokens, and one of 1 at the end
 
