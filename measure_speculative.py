@@ -1257,10 +1257,22 @@ def full_drafts(acceptance: Acceptance, steps: int | None, answers: int) -> int 
     return k if k * steps - acceptance.drafted <= cut and k <= LONGEST_CHAIN else None
 
 
+def steps_with_draft(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
+    """Verification steps as counted, else as many as the target's steps if all had a draft.
+
+    Those are one too few for each answer whose end token was itself an accepted draft: tried where nothing else fits.
+    """
+    targets = target_steps(acceptance, tokens, answers)
+    if acceptance.steps is not None or targets is None or not acceptance.drafted:
+        return acceptance.steps if acceptance.steps is not None else targets
+    if full_drafts(acceptance, targets, answers) is not None:
+        return targets
+    return max(targets, math.ceil(acceptance.drafted / math.ceil(acceptance.drafted / (targets + answers))))
+
+
 def fixed_chain(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
     """The chain length k if every draft had it and nearly every step of the target a draft."""
-    targets = target_steps(acceptance, tokens, answers)
-    steps = acceptance.steps if acceptance.steps is not None else targets
+    targets, steps = target_steps(acceptance, tokens, answers), steps_with_draft(acceptance, tokens, answers)
     steps_have_drafts = targets is None or steps is None or targets - steps <= answers
     return full_drafts(acceptance, steps, answers) if steps_have_drafts else None
 
@@ -1284,7 +1296,7 @@ def survival(acceptance: Acceptance, tokens: int | None, answers: int) -> float 
         full = acceptance.per_position[k - 1] if k <= len(acceptance.per_position) else 0
         return ratio_of(accepted, accepted + steps - full)
     chain = fixed_chain(acceptance, tokens, answers)
-    steps = steps if steps is not None else target_steps(acceptance, tokens, answers)
+    steps = steps_with_draft(acceptance, tokens, answers)
     if chain is None or not steps:
         return None
     return alpha_for_accepted(accepted / steps, chain)
@@ -2175,7 +2187,8 @@ def arm_findings(run: Run) -> list[JSON]:
         words = f"{whole.void or drafts.growth.void}; its figures and its cache are of two servers"
         found.append(finding("counter-reset", words))
     elif drafts.growth.samples is None and not any(f["finding"] == "metrics-unavailable" for f in found):
-        found.append(finding("metrics-unavailable", drafts.growth.void or "no metrics were read"))
+        unread = "interrupted before the counters were read" if run.interrupted else "no metrics were read"
+        found.append(finding("metrics-unavailable", (run.counted and drafts.growth.void) or unread))
     elif drafts.acceptance is None and spec_delta(drafts.growth):
         found.append(finding("metrics-unavailable",
                              "the page has speculation counters of an unknown kind; no rate is made of them"))
@@ -2206,7 +2219,8 @@ def arm_findings(run: Run) -> list[JSON]:
         if some:
             found.append(finding(name, f"{len(some)} {words}", count=len(some)))
     if run.interrupted:
-        found.append(finding("interrupted", f"interrupted after {len(run.readings)} requests of this arm"))
+        count = len(run.readings)
+        found.append(finding("interrupted", f"interrupted after {count} request{'s' * (count != 1)} of this arm"))
     return found
 
 
@@ -2327,7 +2341,8 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
     chain = fixed_chain(acceptance, drafts.tokens, drafts.answers)
     draft_cost = ratio_of(cost - 1, drafts_per_step) if cost is not None else None
     result.update(alpha=alpha, tokens_per_step=length, step_cost=cost, draft_cost=draft_cost,
-                  chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or drafts_per_step)
+                  chain=chain or ratio_of(acceptance.drafted,
+                                          steps_with_draft(acceptance, drafts.tokens, drafts.answers)))
     if cost is None:
         return result
     if chain is None:
@@ -2509,9 +2524,9 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
 
 def against_best(comparisons: list[JSON], candidates: Sequence[Run], runs: Sequence[Run]) -> list[JSON]:
     """The comparisons, each with its paired ratio to the fastest candidate, so that real differences can be told."""
-    ran = [(record["speedup"]["ratio"], i) for i, record in enumerate(comparisons) if record["speedup"]
-           and record["verdict"]]
-    best = candidates[max(ran)[1]] if ran else None
+    ran = [(record["speedup"]["ratio"], run) for record, run in zip(comparisons, candidates)
+           if record["speedup"] and record["verdict"] and not is_same_server(record)]
+    best = max(ran, key=lambda pair: pair[0])[1] if ran else None
     for record, run in zip(comparisons, candidates):
         behind = None if run is best or best is None or record["verdict"] is None else over_prompts(log_ratios(best,
                                                                                                                run,
@@ -2774,7 +2789,7 @@ def workload_rows(record: JSON) -> list[list[str]]:
         rows.append([
             part["workload"], figure(part["baseline_tokens_per_s"]), figure(part["speculative_tokens_per_s"]),
             figure((part["speedup"] or {}).get("ratio")), interval_of(part["speedup"]),
-            VERDICT_WORDS[part["verdict"]].lower(), figure(acceptance.get("rate")),
+            VERDICT_WORDS[part["verdict"]].lower() if part.get("prompts") != 0 else "-", figure(acceptance.get("rate")),
             f"{texts['identical']} of {texts['compared']}",
         ])
     return rows
@@ -2793,12 +2808,19 @@ def endpoint_lines(records: Sequence[JSON]) -> list[str]:
                        rows, 3)]
 
 
+def is_same_server(record: JSON) -> bool:
+    """Whether a comparison is of a server with itself, a check of the noise."""
+    return any(entry["finding"] == "same-server" for entry in record["audit"])
+
+
 def explanation_lines(record: JSON) -> list[str]:
     """Why it pays or not, in the terms of the field and in plain words."""
     why, acceptance = record["break_even"], record["acceptance"] or {}
     length, cost, chain = why["tokens_per_step"], why["step_cost"], why["chain"]
     if record["verdict"] is None:
         return ["Why: no draft was made."]
+    if is_same_server(record):
+        return ["Why: both arms are the same server, so there is nothing to explain."]
     if why["applies"] == "no-acceptance" and length is None:
         return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
     lines = [f"Why: {figure(length)} tokens per target step"]
@@ -2905,12 +2927,22 @@ def text_lines(record: JSON) -> list[str]:
         lines.append("Text: numerics (another batch shape), a cache in another state"
                      + (", the other client or restart noted below" if disturbed else "")
                      + " or a fault can do this; one pair alone cannot tell which.")
-    for found in texts["divergences"][:5]:
+    different = folded(texts["divergences"])
+    for found in different[:5]:
         lines += divergence_lines(found)
-    if texts["divergent"] > 5:
-        lines.append(f"  ... and {texts['divergent'] - 5} more; the record lists up to {LISTED_DIVERGENCES}, "
+    if len(different) > 5:
+        lines.append(f"  ... and {len(different) - 5} more; the record lists up to {LISTED_DIVERGENCES}, "
                      f"--divergence-report writes them out.")
     return lines
+
+
+def folded(divergences: Sequence[JSON]) -> list[JSON]:
+    """The differences, those that are the same in several repeats of a prompt as one with its `repeats`."""
+    groups: dict[Any, JSON] = {}
+    for found in divergences:
+        key = tuple(found[name] for name in ("prompt_index", "where", "class", "baseline_tail", "speculative_tail"))
+        groups.setdefault(key, {**found, "repeats": []})["repeats"].append(found["repeat"])
+    return list(groups.values())
 
 
 def divergence_lines(found: JSON) -> list[str]:
@@ -2919,11 +2951,11 @@ def divergence_lines(found: JSON) -> list[str]:
     gap = triage.get("reason")
     if triage.get("gap_nats") is not None:
         gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats"
+    repeats = ", ".join(map(str, found["repeats"]))
     lines = [
-        f"  {found['prompt_id']} repeat {found['repeat']} ({found['where']}): {found['class']} at byte "
-        f"{found['first_difference_at_byte']}, "
-        f"character {found['first_difference_at_char']}, line {found['line']} column {found['column']}"
-        + (f"; {triage['finding']} ({gap})" if triage else ""),
+        f"  {found['prompt_id']} repeat {repeats} ({found['where']}): {found['class']} at "
+        f"byte {found['first_difference_at_byte']}, character {found['first_difference_at_char']}, "
+        f"line {found['line']} column {found['column']}" + (f"; {triage['finding']} ({gap})" if triage else ""),
         f"    baseline:    {json.dumps(found['baseline_tail'])} ({found['baseline_finish_reason']}, "
         f"{found['baseline_tokens']} tokens)",
         f"    speculative: {json.dumps(found['speculative_tail'])} ({found['speculative_finish_reason']}, "
@@ -2951,14 +2983,17 @@ def sentence(record: JSON) -> str:
     changed = f"; BUT the text changed in {texts['divergent']} of {texts['compared']}" if texts["divergent"] else ""
     if record["verdict"] is None:
         return "DID NOT RUN: no draft was seen, so nothing can be said about speculation" + changed + "."
-    parts = record["workloads"]
+    parts = [part for part in record["workloads"] if part["prompts"]] or record["workloads"]
     if len({part["verdict"] for part in parts}) > 1:
         named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}: {speed_words(part['speedup'])}"
                           for part in parts)
         return one_printable_line(f"{named}; over all {speed_words(record['speedup'])}{changed}.")
     where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
     at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
-    size = f", {record['prompt_count']} prompt{'s' * (record['prompt_count'] != 1)} x {record['repeats']}"
+    total, measured = record["prompt_count"], sum(part["prompts"] for part in record["workloads"])
+    size = f", {total} prompt{'s' * (total != 1)} x {record['repeats']}"
+    if record["concurrency"] == 1 and measured < total:
+        size = f", {measured} of" + size[1:]
     return one_printable_line(f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed_words(record['speedup'])}{size}"
                               f"{changed}.")
 
@@ -2985,16 +3020,17 @@ def comparison_lines(record: JSON) -> list[str]:
 
 def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
     """Several candidates by speed, and which differences to the first are real."""
-    ranked = sorted(comparisons, key=lambda r: (r["verdict"] is None, -((r["speedup"] or {}).get("ratio") or 0.0)))
+    ranked = sorted(comparisons, key=lambda r: (r["verdict"] is None, is_same_server(r),
+                                                -((r["speedup"] or {}).get("ratio") or 0.0)))
     rows = []
     for record in ranked:
         behind = record.get("against_best")
         real = "" if not behind else "too few prompts to tell" if behind["low"] is None else (
             "real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
-        rows.append([record["candidate"], figure((record["speedup"] or {}).get("ratio")),
-                     interval_of(record["speedup"]),
-                     VERDICT_WORDS[record["verdict"]].lower(), speed_words(behind) if behind else ""
-                     if record["verdict"] is None else "first", real])
+        place = speed_words(behind) if behind else "" if record["verdict"] is None else "first"
+        ratio = figure((record["speedup"] or {}).get("ratio"))
+        rows.append([record["candidate"], ratio, interval_of(record["speedup"]),
+                     VERDICT_WORDS[record["verdict"]].lower(), place, real])
     return ["", text_table(("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"), rows)]
 
 
@@ -3099,8 +3135,8 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> st
                   f"Baseline against itself: {texts['baseline_self']['identical']} of "
                   f"{texts['baseline_self']['compared']} repeats identical. "
                   f"Acceptance {figure(acceptance.get('rate'))}."]
-        for found in texts["divergences"]:
-            lines += ["", f"Prompt {found['prompt_index']}, repeat {found['repeat']}:", "", "```text",
+        for found in folded(texts["divergences"]):
+            lines += ["", f"Prompt index {found['prompt_index']}:", "", "```text",
                       *map(printable, divergence_lines(found))]
             if found["triage"]:
                 lines.append(f"    baseline token {json.dumps(found['triage']['baseline_token'])}, other token "

@@ -236,7 +236,7 @@ def bench_start(bounds, quick):
 def metrics_page():
     """One megabyte as vLLM writes it: mostly buckets of histograms."""
     lines, n = [], 0
-    while sum(map(len, lines[-80:])) and len(lines) * 118 < 1 << 20 or not lines:
+    while len(lines) * 118 < 1 << 20:
         name = "vllm:request_time_%d_seconds" % n
         lines += ["# HELP %s Histogram of a time in seconds." % name, "# TYPE %s histogram" % name]
         lines += ['%s_bucket{engine="0",le="%s",model_name="meta-llama/Llama-3.1-8B-Instruct"} %d.0' % (name, 0.001 * 1.5 ** i, n * i)

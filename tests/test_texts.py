@@ -464,7 +464,7 @@ class BugReport(unittest.TestCase):
     def test_it_holds_what_a_maintainer_asks_for(self):
         text, outcome = self.report()
         rate = outcome.comparison()["acceptance"]["rate"]
-        for part in ("0.33.0", "0.34.1", "vllm", "fake-model", "temperature 0", "Prompt 0", "byte 34", "character 34", " eight nine ten",
+        for part in ("0.33.0", "0.34.1", "vllm", "fake-model", "temperature 0", "Prompt index 0", "byte 34", "character 34", " eight nine ten",
                      " other nine ten", "clear-preference", "3.000 nats", "%.2f" % rate, "1 of 2 pairs differ"):
             self.assertIn(part.strip(), text)
         self.assertTrue(text.startswith("# ") and text.endswith("\n"))
