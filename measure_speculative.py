@@ -3459,9 +3459,10 @@ def serve_reference(config: Reference) -> int:
             send([], usage={"prompt_tokens": len(prompt.split()), "completion_tokens": length})
             self.wfile.write(b"data: [DONE]\n\n")
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it then closes our standard input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, also where there are no sessions
     http.server.ThreadingHTTPServer.request_queue_size = 128
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *args: None  # type: ignore[method-assign]  # clients may leave
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdout.write(f"{server.server_address[1]}\n")
     sys.stdout.flush()
@@ -3489,7 +3490,9 @@ def _plain_completion(config: Reference, tokens: list[str], length: int, with_lo
 def reference_server(config: Reference) -> Iterator[str]:
     """The base URL of a reference server in a process of its own, which ends with this block whatever happens."""
     command = [sys.executable, os.path.abspath(__file__), "reference-server", json.dumps(asdict(config))]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # a session of its own: Ctrl-C reaches this process alone, which then closes the server's standard input
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
     assert process.stdin and process.stdout
     try:
         port = process.stdout.readline().strip()

@@ -21,8 +21,8 @@ RATES = ("ratio", "baseline decode tokens/s", "speculative decode tokens/s")
 def calibrate():
     """(exit code, rows by quantity, share of a processor that it got, stderr, seconds)."""
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, str(PROGRAM), "calibrate", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, timeout=300)
+    done = subprocess.run([sys.executable, str(PROGRAM), "calibrate", "--json"], capture_output=True, text=True,
+                          timeout=300)
     told = json.loads(done.stdout)
     rows = {row["quantity"]: row for row in told["quantities"]}
     return done.returncode, rows, told["cpu_share"], done.stderr.strip(), time.perf_counter() - started

