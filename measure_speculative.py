@@ -4268,8 +4268,8 @@ def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Refere
         rows.append({"quantity": quantity, "true": true, "measured": seen, "error": error, "unit": unit,
                      "within": within})
 
-    add("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 0.5)
-    add("speculative tokens/s", drafted["tokens_per_s"], candidate["output_tokens_per_s"], 0.5)
+    add("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 1.0)
+    add("speculative tokens/s", drafted["tokens_per_s"], candidate["output_tokens_per_s"], 1.0)
     add("ratio", math.exp(math.fsum(logs) / len(logs)), (comparison["speedup"] or {}).get("ratio"), 0.5)
     add("baseline decode tokens/s", plain["decode_tokens_per_s"], baseline["decode_tokens_per_s"], 0.5)
     add("speculative decode tokens/s", drafted["decode_tokens_per_s"], candidate["decode_tokens_per_s"], 0.5)
