@@ -536,19 +536,26 @@ def _seconds(retry_after: str | None, otherwise: float) -> float:
     return seconds if math.isfinite(seconds) else otherwise
 
 
-def complete(endpoint: Endpoint, messages: Sequence[JSON], **extra: Any) -> Answer:
+def complete(endpoint: Endpoint, messages: Sequence[JSON]) -> Answer:
     """One greedy completion, timed from the request to its last byte.  RequestFailed where there is no whole answer."""
-    body: JSON = {"model": endpoint.model, "messages": list(messages), "stream": endpoint.stream}
-    if endpoint.stream:
-        body["stream_options"] = {"include_usage": True}
-    body = {name: value for name, value in {**body, **endpoint.request, **extra}.items() if value is not None}
+    extra: JSON = {"stream": True, "stream_options": {"include_usage": True}} if endpoint.stream else {"stream": False}
     started = time.perf_counter()
-    with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s,
-                                     body)) as response:
+    answer: Answer = post_chat(endpoint, messages, extra, lambda sent: _read_answer(sent, started, endpoint.key))
+    return answer
+
+
+def post_chat(
+    endpoint: Endpoint, messages: Sequence[JSON], extra: JSON, read: Callable[[http.client.HTTPResponse], Any]
+) -> Any:
+    """What `read` makes of the answer to a chat request; the endpoint's own fields win, and a null removes one."""
+    body = {"model": endpoint.model, "messages": list(messages), **extra, **endpoint.request}
+    body = {name: value for name, value in body.items() if value is not None}
+    url, key, timeout_s = endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s
+    with contextlib.closing(open_url(url, key, timeout_s, body)) as response:
         try:
-            return _read_answer(response, started, endpoint.key)
+            return read(response)
         except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(_connection_trouble(error, endpoint.timeout_s, endpoint.key)) from None
+            raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
 
 
 def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -> Answer:
@@ -1758,15 +1765,12 @@ def ask_for_gap(baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, ot
 
 def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
     """The list of chosen tokens with their alternatives, as the server sends it."""
-    body: JSON = {"model": endpoint.model, "messages": list(prompt.messages), "stream": False, **endpoint.request,
-                  "logprobs": True, "top_logprobs": 20}
-    body = {name: value for name, value in body.items() if value is not None}
-    with contextlib.closing(open_url(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s,
-                                     body)) as response:
-        try:
-            answer = loads(b"".join(body_pieces(response)).decode("utf-8", "replace"))
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise RequestFailed(_connection_trouble(error, endpoint.timeout_s, endpoint.key)) from None
+    extra = {"stream": False, "logprobs": True, "top_logprobs": 20}
+    try:
+        answer = loads(post_chat(endpoint, prompt.messages, extra,
+                                 lambda response: b"".join(body_pieces(response))).decode())
+    except ValueError:
+        raise RequestFailed("no valid JSON came back") from None
     choices = as_dict(answer).get("choices")
     first = as_dict(choices[0]) if isinstance(choices, list) and choices else {}
     content = as_dict(first.get("logprobs")).get("content")
