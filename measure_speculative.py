@@ -2080,6 +2080,8 @@ def drafts_of(run: Run, workload: str | None = None) -> Drafts:
     if counted is None and timed and all(n > 1 for n in timed):
         # timings without draft fields: engines that have the fields leave them out where nothing was drafted
         return Drafts(Acceptance("timings", None, 0, 0), tokens, count, None, growth)
+    if run.conditions["shared_server"] and run.conditions["arm_extras"]:
+        block_tokens = None  # the drafts are of this arm alone, the tokens of another arm too
     return Drafts(counted, block_tokens, block_answers, None, growth)
 
 
@@ -2383,14 +2385,21 @@ def same_process(run: Run, other: Run) -> bool:
     return all(run.conditions[name] == other.conditions[name] for name in ("run_id", "host_number"))
 
 
+def noise_check(run: Run, other: Run) -> bool:
+    """Whether two arms were one server that was asked the same: what differs between them is noise."""
+    return same_process(run, other) and run.conditions["arm_extras"] == other.conditions["arm_extras"]
+
+
 def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_drafts: Drafts, drafts: Drafts,
                   logs: Sequence[Sequence[float]]) -> list[JSON]:
     """What must be known before the two arms are compared."""
     found: list[JSON] = []
     a, b = baseline.conditions, candidate.conditions
-    same = same_process(baseline, candidate)
-    if same:
-        found.append(finding("same-server", "both arms are the same server: this measures the noise, not speculation"))
+    same = noise_check(baseline, candidate)
+    if same_process(baseline, candidate):
+        words = "this measures the noise, not speculation" if same else (
+            "only the request fields differ, and its counters are of both arms together")
+        found.append(finding("same-server", f"both arms are the same server: {words}", noise=same))
     elif base_drafts.seen:
         found.append(finding("baseline-drafting",
                              "the baseline server drafts too, so this is no comparison with plain decoding"))
@@ -2457,7 +2466,7 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
     def one(workload: str) -> JSON:
         part, some = log_ratios(baseline, candidate, runs, workload), drafts_of(candidate, workload)
         own, words = over_prompts(part), compare_texts(baseline, candidate, triage, workload)
-        no_draft = idle or (some.seen is False and not same_process(baseline, candidate))
+        no_draft = idle or (some.seen is False and not noise_check(baseline, candidate))
         return {
             "workload": workload, "prompts": len(part),
             "baseline_tokens_per_s": figures_of(baseline, runs, workload).tokens_per_s,
@@ -2814,7 +2823,7 @@ def endpoint_lines(records: Sequence[JSON]) -> list[str]:
 
 def is_same_server(record: JSON) -> bool:
     """Whether a comparison is of a server with itself, a check of the noise."""
-    return any(entry["finding"] == "same-server" for entry in record["audit"])
+    return any(entry["finding"] == "same-server" and entry["noise"] for entry in record["audit"])
 
 
 def explanation_lines(record: JSON) -> list[str]:
