@@ -3925,7 +3925,9 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
         runs = [Run(server.endpoint.arm, header, tuple(r for r in recorder.readings if r.arm == server.endpoint.arm),
                     tuple(c for c in recorder.counted if c.arm == server.endpoint.arm), interrupted)
                 for server, header in zip(servers, headers)]
-        triage = {} if interrupted else triage_of(runs, endpoints, prompts, args.triage, recorder, say)
+        triage: dict[str, JSON] = {}
+        if not interrupted:
+            interrupted = triage_of(runs, endpoints, prompts, args.triage, recorder, triage)
         measured.append(Measured(result_of(runs, args.label, args.min_gain, triage), runs, interrupted))
         write_error = write_error or recorder.write_error
         if interrupted:
@@ -3934,28 +3936,25 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
 
 
 def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], most: int,
-              recorder: Recorder,
-              say: Callable[[str], None]) -> dict[str, JSON]:
-    """For each candidate, findings by prompt index on the texts that differ from a stable baseline."""
-    found: dict[str, JSON] = {}
+              recorder: Recorder, findings: dict[str, JSON]) -> bool:
+    """Fill in findings by arm and prompt index for texts that differ from a stable baseline; True if interrupted."""
     if runs[0].arm != "baseline":
-        return found
+        return False
     own = {r.pair: r.answer for r in runs[0].completed()}
-    left = most
-    for run in runs[1:]:
-        others = {r.pair: r.answer for r in run.completed()}
-        for entry in compare_texts(runs[0], run, {})["divergences"]:
-            pair = entry["prompt_index"], entry["repeat"]
-            mine, theirs = own.get(pair), others.get(pair)
-            index = str(entry["prompt_index"])
-            is_new = index not in found.get(run.arm, {})
-            if left and is_new and entry["class"] != "unstable-baseline" and mine and theirs:
-                left -= 1
-                finding_ = ask_for_gap(endpoints[0], prompts[entry["prompt_index"]], entry, mine, theirs)
-                found.setdefault(run.arm, {})[index] = finding_
-                recorder.write({"kind": "triage", "arm": run.arm, "prompt_index": entry["prompt_index"],
-                                "triage": finding_})
-    return found
+    try:
+        for run in runs[1:]:
+            others, known = {r.pair: r.answer for r in run.completed()}, findings.setdefault(run.arm, {})
+            for entry in compare_texts(runs[0], run, {})["divergences"]:
+                pair, index = (entry["prompt_index"], entry["repeat"]), str(entry["prompt_index"])
+                mine, theirs = own.get(pair), others.get(pair)
+                asked = sum(map(len, findings.values()))
+                if asked < most and index not in known and entry["class"] != "unstable-baseline" and mine and theirs:
+                    known[index] = ask_for_gap(endpoints[0], prompts[entry["prompt_index"]], entry, mine, theirs)
+                    recorder.write({"kind": "triage", "arm": run.arm, "prompt_index": entry["prompt_index"],
+                                    "triage": known[index]})
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def check_outputs(args: argparse.Namespace) -> None:
