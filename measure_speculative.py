@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import hashlib
 import http.client
@@ -25,7 +26,9 @@ import math
 import os
 import queue
 import re
+import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -59,6 +62,7 @@ NEAR_TIE_NATS = 0.5  # rounding moved gaps of a quantised model by 0.10 (median)
 TAIL_CHARACTERS = 60
 LISTED_DIVERGENCES = 20
 TABLE_COLUMNS = 100
+LOCK_LIMIT_S = 30.0  # for the lock on the notebook, which other jobs hold for milliseconds
 WORTH_TOKENS = 0.05  # draft positions that add less than this a step are pointed out
 PLAUSIBLE_VERIFICATION = 0.5  # target steps; a verification reads the weights once, so a fit below this is noise
 LONGEST_CHAIN = 1000  # a longer one stands in no server: its counters are wrong
@@ -114,11 +118,14 @@ def ratio_of(numerator: float | None, denominator: float | None) -> float | None
 def loads(text: str) -> Any:
     """JSON without NaN and Infinity; ValueError for everything that is not JSON, however deep."""
 
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON")
+    def finite(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError(f"{text} is not a finite number")
+        return number
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=finite, parse_float=finite)
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
 
@@ -396,15 +403,16 @@ def redacted(text: str, key: str, least: int = 1) -> str:
     return text
 
 
-def scrubbed(value: Any, key: str) -> Any:
-    """A JSON value without the key in any of its strings."""
-    if len(key) < SECRET_LENGTH:
-        return value
+def scrubbed(value: Any, key: str, levels: int = 20) -> Any:
+    """A JSON value as it may be kept: without the key in its strings, numbers finite, no deeper than `levels`."""
     if isinstance(value, dict):
-        return {redacted(name, key): scrubbed(item, key) for name, item in value.items()}
+        return {redacted(name, key, SECRET_LENGTH): scrubbed(item, key, levels - 1) for name, item in value.items()
+                if levels}
     if isinstance(value, list):
-        return [scrubbed(item, key) for item in value]
-    return redacted(value, key) if isinstance(value, str) else value
+        return [scrubbed(item, key, levels - 1) for item in value if levels]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return redacted(value, key, SECRET_LENGTH) if isinstance(value, str) else value
 
 
 def one_line(text: str, limit: int = 300) -> str:
@@ -459,7 +467,7 @@ def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
         return f"no answer within {timeout_s:g} s; is it overloaded? A longer limit: --timeout"
     if isinstance(reason, ConnectionRefusedError):
         return "connection refused; is the server running, and is the port right?"
-    if isinstance(reason, socket.gaierror):
+    if isinstance(reason, (socket.gaierror, UnicodeError)):
         return "the host name is not known"
     if isinstance(reason, (ConnectionError, http.client.IncompleteRead)):
         return "the server closed the connection before its answer was complete; see the server's log"
@@ -511,7 +519,7 @@ def get_json(url: str, key: str, timeout_s: float) -> tuple[Any, http.client.HTT
 
 def patiently(call: Callable[[], Any], say: Callable[[str], None], who: str) -> tuple[Any, float]:
     """(result, seconds waited): repeats `call` while the server answers 503 or 429, MAX_WAIT_S at most."""
-    waited, growing = 0.0, 1.0
+    waited, growing, next_word = 0.0, 1.0, 0.0
     while True:
         try:
             return call(), waited
@@ -523,7 +531,9 @@ def patiently(call: Callable[[], Any], say: Callable[[str], None], who: str) -> 
                 when = "the model is loaded" if error.status == 503 else "it is less busy"
                 words = f"{error} - still so after waiting {waited:.0f} s; try again when {when}"
                 raise RequestFailed(words, error.status) from None
-            say(f"{who} answers {error}; waiting {pause:g} s")
+            if waited >= next_word:
+                say(f"{who} answers {error}; waiting {pause:g} s, {MAX_WAIT_S:g} s at most")
+                next_word = waited + 10
             time.sleep(pause)
             waited, growing = waited + pause, min(growing * 2, 10.0)
 
@@ -609,22 +619,22 @@ class AnswerBuilder:
     def add_stream(self, first: bytes, pieces: Iterator[bytes]) -> None:
         """Read server-sent events up to [DONE] or the end; a cut connection just ends them."""
         data: list[bytes] = []
+        at = time.perf_counter()
         with contextlib.suppress(http.client.IncompleteRead):
-            for line in _lines(first, pieces):
+            for line, at in _lines(first, pieces):
                 if line.startswith(b"data:"):
                     data.append(line[5:])
                 elif line.startswith(b"error:"):
                     data.append(b'{"error":' + line[6:] + b"}")
                 elif not line and data:
-                    self._dispatch(data)
+                    self._dispatch(data, at)
                     data = []
                     if self.done:
                         return
         if data:  # the blank line behind the last event may be missing although all was said
-            self._dispatch(data)
+            self._dispatch(data, at)
 
-    def _dispatch(self, data: list[bytes]) -> None:
-        at = time.perf_counter()
+    def _dispatch(self, data: list[bytes], at: float) -> None:
         text, damaged = _decoded(b"\n".join(data).strip())
         self.undecodable |= damaged
         if text == "[DONE]":
@@ -710,8 +720,9 @@ class AnswerBuilder:
         told_ms, told_n = as_number(timings.get("predicted_ms")), as_count(timings.get("predicted_n"))
         if told_ms and told_n and told_n > 1:
             rate = as_number(timings.get("predicted_per_second")) or 0.0
-            whole = abs(rate * told_ms / 1000 - told_n) < 0.25  # older builds book the first token to this time too
-            return told_ms / 1000, told_n if whole else told_n - 1, "timings"
+            # newer llama.cpp books the first token to the prompt, as its own rate shows; others book it to this time
+            without_first = abs(rate * told_ms / 1000 - (told_n - 1)) < 0.25
+            return told_ms / 1000, told_n - without_first, "timings"
         if not streamed or tokens is None or self.first_at is None or self.last_text_at is None:
             return None, None, None
         decode_tokens = tokens - (self.first_tokens or 1)
@@ -720,9 +731,12 @@ class AnswerBuilder:
         return self.last_text_at - self.first_at, decode_tokens, "stream" if self.first_tokens else "stream-approximate"
 
 
-def _lines(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Whole lines without their ends, which are LF, CRLF or CR; and the unfinished last one."""
-    rest, after_return = bytearray(), False
+def _lines(first: bytes, pieces: Iterator[bytes]) -> Iterator[tuple[bytes, float]]:
+    """Whole lines without their ends, which are LF, CRLF or CR, and when they came; and the unfinished last one.
+
+    Lines that came together have one time: a stream that a proxy held back must not look like fast decoding.
+    """
+    rest, after_return, at = bytearray(), False, time.perf_counter()
     piece: bytes | None = first[3:] if first.startswith(b"\xef\xbb\xbf") else first
     try:
         while piece is not None:
@@ -734,12 +748,12 @@ def _lines(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
                 lines = bytes(rest).splitlines(keepends=True)
                 rest = bytearray() if lines[-1][-1:] in b"\r\n" else bytearray(lines.pop())
                 for line in lines:
-                    yield line.rstrip(b"\r\n")
-            piece = next(pieces, None)
+                    yield line.rstrip(b"\r\n"), at
+            piece, at = next(pieces, None), time.perf_counter()
     except http.client.IncompleteRead:
-        yield bytes(rest)
+        yield bytes(rest), at
         raise
-    yield bytes(rest)
+    yield bytes(rest), at
 
 
 def _text_of(value: Any) -> str:
@@ -898,7 +912,9 @@ def metrics_snapshot(endpoint: Endpoint) -> Snapshot:
             hint = "it wants a key, which goes to the server's own address only"
         where = redacted(endpoint.metrics_url, endpoint.key).partition("?")[0]
         return Snapshot(None, f"{where}: {error} ({hint})")
-    return snapshot_of(text, headers, endpoint.model)
+    snapshot = snapshot_of(text, headers, endpoint.model)
+    where = redacted(endpoint.metrics_url, endpoint.key).partition("?")[0]
+    return replace(snapshot, unavailable=f"{where}: {snapshot.unavailable}") if snapshot.unavailable else snapshot
 
 
 def find_metrics(endpoint: Endpoint) -> tuple[Endpoint, Snapshot]:
@@ -979,7 +995,7 @@ def added_growth(parts: Sequence[Growth]) -> Growth:
 def position_of(sample: Sample) -> int | None:
     """The draft position that a per-position series counts, 0-based."""
     text = sample.label("position", "token_position")
-    return int(text) if text is not None and text.isdigit() else None
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,4}", text) else None
 
 
 def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: int | None) -> Snapshot:
@@ -1027,7 +1043,7 @@ def _from_histogram(source: str, block: JSON, steps: str, drafted: str, accepted
     if as_count(block.get(steps)) is None and as_count(block.get(accepted)) is None:
         return None
     raw = block.get(histogram)
-    counts = [as_count(value) or 0 for value in raw] if isinstance(raw, list) else []
+    counts = [as_count(value) or 0 for value in raw] if isinstance(raw, list) and len(raw) <= LONGEST_CHAIN else []
     positions = tuple(sum(counts[i:]) for i in range(1, len(counts))) if counts else None
     return Acceptance(source, as_count(block.get(steps)), as_count(block.get(drafted)), as_count(block.get(accepted)),
                       positions)
@@ -1259,7 +1275,8 @@ def full_drafts(acceptance: Acceptance, steps: int | None, answers: int) -> int 
     """
     if not steps or not acceptance.drafted:
         return None
-    k = math.ceil(acceptance.drafted / steps)
+    reached = [i for i, count in enumerate(acceptance.per_position or (), 1) if count]
+    k = max(math.ceil(acceptance.drafted / steps), reached[-1] if reached else 0)
     cut = k * answers * max(1.0, k / (2 * (1 + (acceptance.accepted or 0) / steps)))
     return k if k * steps - acceptance.drafted <= cut and k <= LONGEST_CHAIN else None
 
@@ -1456,7 +1473,7 @@ class Recorder:
         try:
             data = json_line(line)
             if self.file.write(data) != len(data):
-                raise OSError(28, "no space left on device")
+                raise OSError(errno.ENOSPC, "no space left on device")
         except OSError as error:
             self.write_error = f"the run file could not be written: {error.strerror}; measuring went on without it"
             self.say(self.write_error)
@@ -1609,6 +1626,8 @@ def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
         way_out = "a null removes a field from the request, as in --extra-body '{\"seed\": null}'"
         if endpoint.served and endpoint.model not in endpoint.served:
             way_out = f"it lists these models: {', '.join(endpoint.served)}"
+        elif error.status == 404:
+            way_out = "check --model and the base URL"
         elif error.status in (401, 403):
             way_out = key_words(endpoint.key, endpoint.key_variable)
         raise UsageError(f"{endpoint.arm} server {endpoint.api} refuses the request: {error}; {way_out}")
@@ -1727,6 +1746,7 @@ def compare_texts(baseline: Run, candidate: Run, triage: JSON, workload: str | N
     baseline_self, unstable = self_agreement(mine)
     candidate_self, _ = self_agreement(list(theirs.values()))
     result: JSON = {"compared": 0, "identical": 0, "divergent": 0, "empty": 0, "failed": 0, "unstable": 0,
+                    "counts_differ": 0,
                     "baseline_self": baseline_self, "speculative_self": candidate_self, "divergences": []}
     for reading in mine:
         other = theirs.get(reading.pair)
@@ -1739,6 +1759,8 @@ def compare_texts(baseline: Run, candidate: Run, triage: JSON, workload: str | N
         result["compared"] += 1
         found = divergence(reading, other, reading.prompt_index in unstable)
         result["identical"] += found is None
+        counts = {reading.answer.completion_tokens, other.answer.completion_tokens} - {None}
+        result["counts_differ"] += found is None and len(counts) > 1
         if found:
             result["divergent"] += 1
             result["unstable"] += found["class"] == "unstable-baseline"
@@ -2218,7 +2240,7 @@ def arm_findings(run: Run) -> list[JSON]:
         ("undecodable-text", [a for a in answers if a.undecodable],
          "answers held bytes that are no UTF-8, shown as U+FFFD"),
         ("usage-missing", [a for a in answers if a.completion_tokens is None],
-         "answers came without a token count; rates are left out, never guessed"),
+         "answers came without a token count of their own; rates are left out, never guessed"),
         ("waited", [r for r in run.readings if r.waited_s > 0],
          "requests had to wait for a 503 or 429 first (not timed)"),
     ):
@@ -2350,6 +2372,7 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
                   chain=chain or ratio_of(acceptance.drafted,
                                           steps_with_draft(acceptance, drafts.tokens, drafts.answers)))
     if cost is None:
+        result["applies"] = "alpha" if chain else "varying-chain"
         return result
     if chain is None:
         result["applies"], result["alpha_needed"] = ("any", 0.0) if cost <= 1 else ("varying-chain", None)
@@ -2420,6 +2443,7 @@ def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_draft
         ("model-differs", "model", a["model"], b["model"]),
         ("context-differs", "context length", a["server"].get("context"), b["server"].get("context")),
         ("quantization-differs", "quantization", a["server"].get("quantization"), b["server"].get("quantization")),
+        ("build-differs", "tensor parallel size", *(side["server"].get("tensor_parallel") for side in (a, b))),
         ("build-differs", "build", f"{a['engine']} {a['engine_version']}", f"{b['engine']} {b['engine_version']}"),
     ):
         if mine != theirs and mine is not None and theirs is not None:
@@ -2572,7 +2596,15 @@ def locked(file: BinaryIO) -> Iterator[None]:
     else:
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX)
+        give_up = time.monotonic() + LOCK_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise OSError(errno.EAGAIN, "another program holds its lock") from None
+                time.sleep(0.05)
         yield  # closing the file releases it
 
 
@@ -2596,7 +2628,7 @@ def append_records(path: str, records: Sequence[JSON]) -> None:
             raise
         if written != len(data):
             _take_back(file, end)
-            raise OSError(28, "no space left on device")
+            raise OSError(errno.ENOSPC, "no space left on device")
 
 
 def _take_back(file: BinaryIO, end: int) -> None:
@@ -2604,9 +2636,16 @@ def _take_back(file: BinaryIO, end: int) -> None:
         file.truncate(end)
 
 
+def check_ordinary(path: str) -> None:
+    """OSError for a pipe or socket, which would be waited for without end; devices like /dev/null will do."""
+    if os.path.exists(path) and stat.S_IFMT(os.stat(path).st_mode) in (stat.S_IFIFO, stat.S_IFSOCK):
+        raise OSError(errno.EINVAL, "it is a pipe or socket, not a file")
+
+
 def check_appendable(path: str, what: str = "lab notebook", option: str = "--labbook") -> None:
     """UsageError, before any work is done, if the file that will hold results cannot be written."""
     try:
+        check_ordinary(path)
         with open(path, "ab"):
             pass
     except OSError as error:
@@ -2616,6 +2655,7 @@ def check_appendable(path: str, what: str = "lab notebook", option: str = "--lab
 def read_json_lines(path: str, warn: Callable[[str], None]) -> list[JSON]:
     """The JSON objects among the lines of a file; prose is skipped, a damaged line named in a warning."""
     try:
+        check_ordinary(path)
         with open(path, "rb") as file:
             lines = file.read().lstrip(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
@@ -2853,13 +2893,14 @@ def explanation_lines(record: JSON) -> list[str]:
     elif why["applies"] == "varying-chain":
         lines.append(f"     Drafts vary in length (mean {figure(chain)}) or many steps have none, so the formula for a "
                      "fixed chain is not applicable.")
-    if acceptance.get("accepted") == 0 and acceptance.get("drafted"):
+    if acceptance.get("accepted") == 0 and acceptance.get("drafted") and why["applies"] != "any":
         lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
                      "target share a tokenizer.")
     if why["fit"]:
         lines.append(f"     Fitted over {why['fit']['runs']} chain lengths: verifying costs "
                      f"{why['fit']['verification_cost']:.2f} target steps, "
-                     f"each drafted token {why['fit']['draft_cost']:.3f}; the advice below rests on this fit.")
+                     f"each drafted token {why['fit']['draft_cost']:.3f}"
+                     + ("; the advice below rests on this fit." if why["predicted"] else "."))
     elif why["draft_cost"] is not None:
         lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; one chain length cannot tell "
                      f"how much "
@@ -2929,6 +2970,9 @@ def text_lines(record: JSON) -> list[str]:
                  + "".join(f", {texts[key]} {words}" for key,
                            words in (("empty", "both empty (no evidence)"), ("failed", "not comparable")) if texts[key])
                  + ".")
+    if texts["counts_differ"]:
+        lines.append(f"Text: {texts['counts_differ']} identical texts came with different token counts: a server "
+                     "miscounts, and its tokens/s with it.")
     if texts["divergent"] and not texts["baseline_self"]["compared"]:
         lines.append("Text: the baseline was not compared with itself; with --repeats 2 it would show whether it is "
                      "stable.")
@@ -2939,7 +2983,7 @@ def text_lines(record: JSON) -> list[str]:
         disturbed = any(entry["finding"] in DISTURBANCES for entry in record["audit"])
         lines.append("Text: numerics (another batch shape), a cache in another state"
                      + (", the other client or restart noted below" if disturbed else "")
-                     + " or a fault can do this; one pair alone cannot tell which.")
+                     + " or a fault can do this; the texts alone cannot tell which.")
     different = folded(texts["divergences"])
     for found in different[:5]:
         lines += divergence_lines(found)
@@ -3241,6 +3285,7 @@ def markdown_report(records: Sequence[JSON]) -> str:
         same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
         levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
         lines += [f"## {label}", "", *map(printable, (sentence(r) for r in levels)), ""]
+        lines += ["Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time.", ""]
         for record in levels:
             if len(levels) > 1:
                 lines += [f"Load {record['concurrency']}:", ""]
@@ -3413,7 +3458,6 @@ def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
 def serve_reference(config: Reference) -> int:
     """Serve until standard input ends, which it does when the parent is gone, however it went."""
     import http.server
-    import signal
 
     state = _ReferenceState(config)
 
@@ -3477,8 +3521,9 @@ def serve_reference(config: Reference) -> int:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *args: None  # type: ignore[method-assign]  # clients may leave
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdout.write(f"{server.server_address[1]}\n")
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a parent that is gone has ended our standard input too
+        sys.stdout.write(f"{server.server_address[1]}\n")
+        sys.stdout.flush()
     sys.stdin.read()
     os._exit(0)  # requests in flight do not hold the process
 
@@ -3838,6 +3883,7 @@ def identify(
         or as_dict(told.get("server_args")).get("quantization"),
         "cache_tokens": context * slots if context and slots else None,
         "slots": slots,
+        "tensor_parallel": as_count(told.get("tp_size") or as_dict(told.get("server_args")).get("tp_size")),
         "lifetime_accept_length": as_number(state.get("avg_spec_accept_length")),
     }
     return engine, version, {name: value for name, value in about.items() if value is not None}
@@ -3957,8 +4003,15 @@ def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Seque
     return False
 
 
-def check_outputs(args: argparse.Namespace) -> None:
-    """UsageError if the notebook or the divergence report cannot be written."""
+def check_outputs(args: argparse.Namespace, inputs: Sequence[str]) -> None:
+    """UsageError if a file that will be written cannot be, or is another one that is read or written too."""
+    named = {"--labbook": args.labbook, "--divergence-report": args.divergence_report,
+             "--save-run": getattr(args, "save_run", None)}
+    outputs = [(option, path) for option, path in named.items() if path]
+    for number, (option, path) in enumerate(outputs):
+        for other, rival in [*outputs[:number], *(("an input", each) for each in inputs)]:
+            if os.path.realpath(path) == os.path.realpath(rival):
+                raise UsageError(f"{option} and {other} are the same file, {path}; give {option} another name")
     check_appendable(args.labbook)
     if args.divergence_report:
         check_appendable(args.divergence_report, "report", "--divergence-report")
@@ -3970,7 +4023,7 @@ def measure_command(argv: Sequence[str]) -> int:
     say = (lambda words: None) if args.quiet else say_on_stderr
     arms = arms_of(args)
     prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])
-    check_outputs(args)
+    check_outputs(args, [file for path in args.prompts for file in _prompt_files(path)])
     for note in notes:
         say(note)
     servers = [preflight(arm, url, args, say) for arm, url in arms]
@@ -3988,8 +4041,7 @@ def run_file(path: str | None) -> Iterator[BinaryIO | None]:
     try:
         file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed below; only the opening may fail here
     except FileExistsError:
-        raise UsageError(f"{path} exists and may hold an earlier run; remove it or name another file for "
-                         f"--save-run") from None
+        raise UsageError(f"{path} exists and may hold an earlier run; name a new file for --save-run") from None
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; another path for --save-run") from None
     with file:
@@ -4005,31 +4057,43 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     if not records:
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
         return INTERRUPTED
-    alarms = alarms_of(args, records, (lambda words: None) if args.quiet else say_on_stderr)
+    say = (lambda words: None) if args.quiet else say_on_stderr
+    troubles = [trouble] if trouble else []
+    try:
+        alarms = alarms_of(args, records, say)
+    except MeasureError as error:
+        alarms, troubles = [], [*troubles, f"--fail-on could not be checked: {error}"]
+    lines: list[str] = []
     try:
         append_records(args.labbook, records)
     except OSError as error:
-        trouble = f"cannot append to {args.labbook}: {error.strerror}; the records stand on standard output instead"
-        for record in records:
-            sys.stdout.write(json_line(record).decode())
+        troubles.append(f"cannot append to {args.labbook}: {error.strerror}; the records go to standard output instead")
+        lines = [json_line(record).decode().rstrip() for record in records]
     if args.divergence_report:
-        shown = prompts if getattr(args, "include_prompts", False) else None
-        text = "\n".join(markdown_divergences(level.result, shown) for level in done)
-        try:
-            with open(args.divergence_report, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-        except OSError as error:
-            trouble = f"cannot write {args.divergence_report}: {error.strerror}"
-    if not args.quiet:
-        print_lines(levels_lines([level.result for level in done]))
-    for alarm in alarms:
-        say_on_stderr(alarm)
+        troubles += write_divergences(args, [level.result for level in done], prompts)
+    try:
+        print_lines(lines + ([] if args.quiet else levels_lines([level.result for level in done])))
+    except MeasureError as error:
+        troubles.append(str(error))
     dead = [record for record in records if record["kind"] == "endpoint" and not record["completed"]]
-    for record in dead:
-        say_on_stderr(f"{record['label']}: no request completed; the first error: {record['first_error']}")
-    if trouble:
-        say_on_stderr(trouble)
-    return INTERRUPTED if interrupted else COULD_NOT_MEASURE if dead or trouble else FINDING if alarms else MEASURED
+    silent = [f"{r['label']}: no request completed; the first error: {r['first_error']}" for r in dead]
+    for words in (*alarms, *silent, *troubles):
+        say_on_stderr(words)
+    failed = COULD_NOT_MEASURE if dead or troubles else None
+    return INTERRUPTED if interrupted else failed or (FINDING if alarms else MEASURED)
+
+
+def write_divergences(
+    args: argparse.Namespace, results: Sequence[Result], prompts: Sequence[Prompt] | None
+) -> list[str]:
+    """Write the bug report of every level; what went wrong, if anything."""
+    shown = prompts if getattr(args, "include_prompts", False) else None
+    try:
+        with open(args.divergence_report, "w", encoding="utf-8", newline="\n") as file:
+            file.write("\n".join(markdown_divergences(result, shown) for result in results))
+    except OSError as error:
+        return [f"cannot write {args.divergence_report}: {error.strerror}"]
+    return []
 
 
 def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Callable[[str], None]) -> list[str]:
@@ -4062,7 +4126,7 @@ def compare_command(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     say = (lambda words: None) if args.quiet else say_on_stderr
     levels, triage = runs_to_compare(args.baseline, args.speculative, say)
-    check_outputs(args)
+    check_outputs(args, [args.baseline, *args.speculative])
     measured = []
     for arms in levels:
         if len(arms) < 2:
@@ -4351,9 +4415,16 @@ def say_on_stderr(words: str) -> None:
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Results on standard output, ASCII only."""
-    sys.stdout.write("".join(printable(line) + "\n" for line in lines))
-    sys.stdout.flush()
+    """Results on standard output, ASCII only; a reader that has seen enough is no error, a full disk is."""
+    try:
+        sys.stdout.write("".join(printable(line) + "\n" for line in lines))
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # what is still buffered must not fail again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            words = f"cannot write to standard output: {error.strerror}; what should stand there is lost"
+            raise MeasureError(words) from None
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -4363,8 +4434,27 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.  The only place that turns errors into text."""
+    """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        end_like_ctrl_c()
+    with contextlib.ExitStack() as stack:  # a daemon may have closed them, and Python then has none
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:
+                setattr(sys, name, stack.enter_context(open(os.devnull, "w", encoding="ascii")))
+        return run_command(words)
+
+
+def end_like_ctrl_c() -> None:
+    """Let a stopped service or a lost terminal end a measurement as Ctrl-C does: what was finished is kept."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+            signal.signal(number, signal.default_int_handler)
+
+
+def run_command(words: list[str]) -> int:
+    """Run one command; the only place that turns errors into text."""
     command = words.pop(0) if words and words[0] in COMMANDS else "measure"
     try:
         return COMMANDS[command](words)
@@ -4376,13 +4466,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_on_stderr("interrupted")
         return INTERRUPTED
-    except OSError as error:  # of standard output: all else is caught where it may happen, and all records are written
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return MEASURED
-        say_on_stderr(f"measure_speculative: cannot write to standard output: {error.strerror}")
-        return COULD_NOT_MEASURE
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ ENDPOINT_KEYS = set("""lab label base_url model engine engine_version max_tokens
 COMPARISON_KEYS = set("""lab label engine engine_version model baseline_tokens_per_s speculative_tokens_per_s text_comparison
     recorded_at schema run_id speedup speedup_these_prompts decode_speedup verdict workloads break_even audit""".split())
 ACCEPTANCE_KEYS = set("source steps drafted accepted per_position rate mean_length tokens_per_target_step alpha".split())
-TEXT_KEYS = set("compared identical divergent empty failed unstable baseline_self speculative_self".split())
+TEXT_KEYS = set("compared identical divergent empty failed unstable counts_differ baseline_self speculative_self".split())
 DIVERGENCE_KEYS = set("""prompt_index prompt_id workload repeat where class first_difference_at_char first_difference_at_byte
     baseline_tail speculative_tail triage""".split())
 BREAK_EVEN_KEYS = set("""applies alpha alpha_needed tokens_per_step step_cost draft_cost chain best_chain fit""".split())
