@@ -90,6 +90,10 @@ class RequestFailed(MeasureError):
         self.status, self.retry_after = status, retry_after
 
 
+# What comes of files that were written by this program and changed by something else.
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError, RecursionError)
+
+
 def as_dict(value: Any) -> JSON:
     """The value if it is a JSON object, else {}: servers send null and worse where an object belongs."""
     return value if isinstance(value, dict) else {}
@@ -2686,8 +2690,13 @@ def reading_from_json(line: JSON) -> Reading:
     answer = None
     if line["error"] is None:
         answer = Answer(**{name: line[name] for name in Answer.__dataclass_fields__})
-        if not all(isinstance(text, str) for text in (answer.content, answer.reasoning)):
-            raise TypeError("an answer without text")
+        seconds = (answer.latency_s, answer.ttft_s, answer.decode_s)
+        counts = (answer.decode_tokens, answer.completion_tokens, answer.prompt_tokens, answer.cached_tokens)
+        if not all(isinstance(text, str) for text in (answer.content, answer.reasoning)) or not (
+            all(value is None or 0 <= (-1 if as_number(value) is None else value) < 1e9 for value in seconds)
+            and all(value is None or as_count(value) is not None for value in counts) and answer.latency_s is not None
+        ):
+            raise TypeError("an answer whose text, times or counts are none")
     if as_count(line["prompt_index"]) is None or as_count(line["repeat"]) is None:
         raise TypeError("a reading that is of no pair")
     return Reading(line["arm"], line["prompt_index"], line["prompt_id"], line["workload"], line["repeat"],
@@ -2737,8 +2746,9 @@ def read_runs(path: str, warn: Callable[[str], None]) -> tuple[list[Run], dict[s
             elif kind == "end":
                 runs[level[arm]] = replace(runs[level[arm]], interrupted=line["interrupted"])
             elif kind == "triage":
-                triage.setdefault(arm, {})[str(line["prompt_index"])] = line["triage"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+                gap = {**line["triage"], "gap_nats": as_number(line["triage"]["gap_nats"])}
+                triage.setdefault(arm, {})[str(line["prompt_index"])] = gap
+        except DAMAGED as error:
             raise UsageError(f"{path}: object {number} is no line of a run file ({error!r}); give a file of "
                              f"--save-run") from None
     if not runs:
@@ -2746,7 +2756,8 @@ def read_runs(path: str, warn: Callable[[str], None]) -> tuple[list[Run], dict[s
     for run in runs.values():
         try:  # conditions and answers are sound if a record can be made of them
             json_line(endpoint_record(run, [run], ""))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            result_lines(Result([endpoint_record(run, [run], "")], []))
+        except DAMAGED as error:
             raise UsageError(f"{path}: the run of {run.arm} is damaged ({error!r}); measure it again") from None
     return list(runs.values()), triage
 
@@ -3228,15 +3239,17 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
             name, words, unit = "speed", "baseline tokens/s", "tokens_per_s"
         if record["kind"] == "endpoint" and not record["label"].endswith("/baseline"):
             continue
-        past = [old for old in earlier if all(old.get(key) == record[key] for key in same) and old.get(name)]
+        past = [old for old in earlier if all(old.get(key) == record[key] for key in same)
+                and as_number(as_dict(old.get(name)).get(unit)) is not None]
         if not past or not record[name]:
             continue
         before, after = past[-1][name], record[name]
-        if before["low"] is not None and after["high"] is not None and after["high"] < before["low"]:
+        floor = as_number(before.get("low"))
+        if floor is not None and after["high"] is not None and after["high"] < floor:
             changes = changed_conditions(past[-1], record)
             alarms.append(f"REGRESSION {record['label']}: {words} fell from {before[unit]:.2f} "
                           f"({interval_of(before)}) to "
-                          f"{after[unit]:.2f} ({interval_of(after)}) since {past[-1]['recorded_at']}; "
+                          f"{after[unit]:.2f} ({interval_of(after)}) since {past[-1].get('recorded_at')}; "
                           f"{'also changed: ' + ', '.join(changes) if changes else 'nothing else known changed'}")
     return alarms
 
@@ -4061,8 +4074,8 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     troubles = [trouble] if trouble else []
     try:
         alarms = alarms_of(args, records, say)
-    except MeasureError as error:
-        alarms, troubles = [], [*troubles, f"--fail-on could not be checked: {error}"]
+    except (MeasureError, *DAMAGED) as error:
+        alarms, troubles = [], [*troubles, f"--fail-on could not be checked: {error!r}"]
     lines: list[str] = []
     try:
         append_records(args.labbook, records)
@@ -4089,7 +4102,7 @@ def write_divergences(
     """Write the bug report of every level; what went wrong, if anything."""
     shown = prompts if getattr(args, "include_prompts", False) else None
     try:
-        with open(args.divergence_report, "w", encoding="utf-8", newline="\n") as file:
+        with open(args.divergence_report, "w", encoding="utf-8", errors="replace", newline="\n") as file:
             file.write("\n".join(markdown_divergences(result, shown) for result in results))
     except OSError as error:
         return [f"cannot write {args.divergence_report}: {error.strerror}"]
@@ -4136,7 +4149,12 @@ def compare_command(argv: Sequence[str]) -> int:
             raise UsageError(f"the runs cannot be compared; these differ: {', '.join(differ)}; --force does it anyway")
         if any(run.interrupted for run in arms):
             say("a run was interrupted; what was finished is compared")
-        measured.append(Measured(result_of(arms, args.label, args.min_gain, triage, differ), arms, False))
+        try:
+            result = result_of(arms, args.label, args.min_gain, triage, differ)
+            "".join(map(printable, result_lines(result))).encode()
+        except DAMAGED as error:
+            raise UsageError(f"a run file is damaged ({error!r}); measure it again") from None
+        measured.append(Measured(result, arms, False))
     return conclude(args, measured, None, None)
 
 
@@ -4184,7 +4202,10 @@ def report_command(argv: Sequence[str]) -> int:
             continue
         try:  # a record is sound if it can be shown
             markdown_report([record])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            csv_report([record])
+            crossover_lines([record] if record.get("kind") == "comparison" else [])
+            str.encode(record["label"])
+        except DAMAGED as error:
             say_on_stderr(f"{args.labbook}: the record {record.get('label')} of {record.get('recorded_at')} is damaged "
                           f"and left out ({error!r})")
             continue
