@@ -211,7 +211,8 @@ def load_prompts(paths: Sequence[str]) -> tuple[list[Prompt], list[str]]:
                 first_turns += is_turn
     if not prompts:
         raise UsageError(f"no prompts in {', '.join(paths)}: write one prompt per line, or JSON Lines")
-    notes = [f"{first_turns} prompts have several turns; only the first turn of each is used"] if first_turns else []
+    some = f"{first_turns} prompt{'s have' if first_turns > 1 else ' has'} several turns; only the first turn is used"
+    notes = [some] if first_turns else []
     return prompts, notes
 
 
@@ -1295,7 +1296,8 @@ def steps_with_draft(acceptance: Acceptance, tokens: int | None, answers: int) -
         return acceptance.steps if acceptance.steps is not None else targets
     if full_drafts(acceptance, targets, answers) is not None:
         return targets
-    return max(targets, math.ceil(acceptance.drafted / math.ceil(acceptance.drafted / (targets + answers))))
+    k = math.ceil(acceptance.drafted / (targets + answers))
+    return max(targets, math.ceil(acceptance.drafted / k)) if k > 1 else targets
 
 
 def fixed_chain(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
@@ -2238,7 +2240,8 @@ def arm_findings(run: Run) -> list[JSON]:
                              "per step); it is not of this run", mean_length=mean))
     peak = max((c.waiting or 0.0 for c in run.counted), default=0.0)
     if peak > 0:
-        found.append(finding("queueing", f"up to {peak:.0f} requests queued at the server: it holds fewer at once than "
+        found.append(finding("queueing", f"up to {peak:.0f} request{'s' * (peak != 1)} queued at the server: it "
+                                         f"holds fewer at once than "
                              f"{run.conditions['concurrency']}, so this level measures the queue", waiting=peak))
     for name, some, words in (
         ("undecodable-text", [a for a in answers if a.undecodable],
@@ -2337,6 +2340,7 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
         "server_timings_sample": next((sample for sample in samples if sample), None),
         "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
         "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(runs)],
+        "cached_tokens": sum_known(answer.cached_tokens for answer in answers) if answers else None,
         "audit": arm_findings(run), "server": about["server"], "context": about["server"].get("context"),
         "seed": about["request"].get("seed"),
         "temperature": about["request"].get("temperature"), "stream": about["stream"], "warmup": about["warmup"],
@@ -2373,8 +2377,7 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
     chain = fixed_chain(acceptance, drafts.tokens, drafts.answers)
     draft_cost = ratio_of(cost - 1, drafts_per_step) if cost is not None else None
     result.update(alpha=alpha, tokens_per_step=length, step_cost=cost, draft_cost=draft_cost,
-                  chain=chain or ratio_of(acceptance.drafted,
-                                          steps_with_draft(acceptance, drafts.tokens, drafts.answers)))
+                  chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or drafts_per_step)
     if cost is None:
         result["applies"] = "alpha" if chain else "varying-chain"
         return result
@@ -2442,7 +2445,8 @@ def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_draft
     if known and abs((cached[0] or 0) - (cached[1] or 0)) > max(0.01 * prompt, 1):
         found.append(finding("cache-differs",
                              f"prompt tokens from the cache: baseline {cached[0]}, {candidate.arm} {cached[1]}; "
-                             "compare with the cache off or equally warm", baseline=cached[0], speculative=cached[1]))
+                             "restart both servers, or switch the cache off (llama.cpp: --extra-body "
+                             "'{\"cache_prompt\": false}')", baseline=cached[0], speculative=cached[1]))
     for name, words, mine, theirs in (
         ("model-differs", "model", a["model"], b["model"]),
         ("context-differs", "context length", a["server"].get("context"), b["server"].get("context")),
@@ -2522,7 +2526,9 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         "prompt_count": len(about["prompts"]), "prompts_sha256": prompts_digest(about),
         "concurrency": about["concurrency"], "interrupted": baseline.interrupted or candidate.interrupted,
         "simulated": about["simulated"], "context": about["server"].get("context"),
-        "baseline_engine_version": base_about["engine_version"], "recorded_at": about["recorded_at"],
+        "baseline_engine_version": base_about["engine_version"],
+        "cached_tokens": sum_known(r.answer.cached_tokens for r in candidate.readings if r.answer),
+        "recorded_at": about["recorded_at"],
     }
     for name in ("engine", "model"):
         if base_about[name] != about[name]:
@@ -2652,6 +2658,10 @@ def check_appendable(path: str, what: str = "lab notebook", option: str = "--lab
         check_ordinary(path)
         with open(path, "ab"):
             pass
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                if file.read(14) == b'{"kind": "run"':
+                    raise UsageError(f"{path} is a run file of --save-run, which more lines would spoil; see {option}")
     except OSError as error:
         raise UsageError(f"cannot write the {what} {path}: {error.strerror}; another path: {option} FILE") from None
 
@@ -2749,8 +2759,8 @@ def read_runs(path: str, warn: Callable[[str], None]) -> tuple[list[Run], dict[s
                 gap = {**line["triage"], "gap_nats": as_number(line["triage"]["gap_nats"])}
                 triage.setdefault(arm, {})[str(line["prompt_index"])] = gap
         except DAMAGED as error:
-            raise UsageError(f"{path}: object {number} is no line of a run file ({error!r}); give a file of "
-                             f"--save-run") from None
+            raise UsageError(f"{path}: object {number} is no line of a run file, or damaged ({type(error).__name__}); "
+                             "give a file of --save-run") from None
     if not runs:
         raise UsageError(f"{path} holds no run; give a file of --save-run")
     for run in runs.values():
@@ -2802,7 +2812,8 @@ def interval_of(estimated: JSON | None) -> str:
     """"1.71 to 1.98", or a dash where there is no interval."""
     if not estimated or estimated["low"] is None:
         return "-"
-    return f"{estimated['low']:.2f} to {estimated['high']:.2f}"
+    digits = 3 if any(abs(estimated[end] - 1) < 0.01 for end in ("low", "high")) else 2  # which side of 1 matters
+    return f"{estimated['low']:.{digits}f} to {estimated['high']:.{digits}f}"
 
 
 def speed_words(estimated: JSON | None) -> str:
@@ -2887,7 +2898,7 @@ def explanation_lines(record: JSON) -> list[str]:
         return ["Why: both arms are the same server, so there is nothing to explain."]
     if why["applies"] == "no-acceptance" and length is None:
         return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
-    lines = [f"Why: {figure(length)} tokens per target step"]
+    lines = [f"Why, as to decoding: {figure(length)} tokens per target step"]
     if cost is None:
         return [lines[0] + "; the cost of a step is unknown (both servers' decode times are needed, from the same "
                            "kind of clock)."]
@@ -2902,8 +2913,11 @@ def explanation_lines(record: JSON) -> list[str]:
         lines.append(f"     A step can bring at most {chain + 1} tokens at chain length {chain} and costs {cost:.2f}: "
                      "it cannot pay at any acceptance.")
     elif why["applies"] == "varying-chain":
-        lines.append(f"     Drafts vary in length (mean {figure(chain)}) or many steps have none, so the formula for a "
-                     "fixed chain is not applicable.")
+        each = "a draft" if acceptance.get("steps") else "a target step"  # without S, steps without a draft count too
+        mean = f" (mean {chain:.2f} {each})" if chain is not None else ""
+        lines.append(f"     Drafts vary in length{mean} or many steps have none, so the formula for a fixed chain is "
+                     f"not "
+                     "applicable.")
     if acceptance.get("accepted") == 0 and acceptance.get("drafted") and why["applies"] != "any":
         lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
                      "target share a tokenizer.")
@@ -2935,7 +2949,7 @@ def draft_lines(record: JSON) -> list[str]:
              if told and told["drafted"] != 0]
     if not parts:
         return []
-    header = ("Drafts", "Accepted / drafted", "alpha", "Tokens per draft step", "Tokens per target step", "Steps")
+    header = ("Drafts", "Accepted / drafted", "alpha", "Tokens per draft step", "Tokens per target step", "Draft steps")
     lines = ["", text_table(header, [
         [name, figure(told["rate"]), figure(told["alpha"]), figure(told["mean_length"]),
          figure(told["tokens_per_target_step"]), "-" if told["steps"] is None else str(told["steps"])]
@@ -2959,7 +2973,7 @@ def position_lines(known: Sequence[tuple[str, list[float]]]) -> list[str]:
     longest = max(len(rates) for _, rates in known)
     worth = [i for i in range(longest) if any(sum(rates[i:]) >= WORTH_TOKENS for _, rates in known)] or [0]
     rows = [[str(i + 1), *(cell(rates, i) for _, rates in known)] for i in range(min(worth[-1] + 2, longest, 20))]
-    lines = ["Accepted by draft position: share of all steps, share given the position before, bar",
+    lines = ["Accepted by draft position: share of the draft steps, share given the position before, bar",
              text_table(("Position", *(name if len(name) <= 20 else name[:17] + "..." for name, _ in known)), rows, 5)]
     for name, rates in known:
         cut = next((i for i in range(1, len(rates)) if sum(rates[i:]) < WORTH_TOKENS), None)
@@ -3045,16 +3059,30 @@ def audit_lines(records: Sequence[JSON]) -> list[str]:
     return list(lines)
 
 
+# Findings that may have made a ratio what it is: they are said in the same line.
+CAVEATS = {"cache-differs": "the servers' prompt caches differed",
+           "conditions-differ": "the conditions differ (--force)",
+           "foreign-traffic": "another client used a server", "counter-reset": "a server was restarted",
+           "baseline-drafting": "the baseline drafts too"}
+
+
+def caveats(record: JSON) -> str:
+    """What the line to quote must not be read without."""
+    texts, found = record["text_comparison"], [entry["finding"] for entry in record["audit"]]
+    words = [f"the text changed in {texts['divergent']} of {texts['compared']}"] if texts["divergent"] else []
+    words += [words for name, words in CAVEATS.items() if name in found]
+    return f"; BUT {', '.join(words)}" if words else ""
+
+
 def sentence(record: JSON) -> str:
     """One sentence to quote.  Kinds of work whose verdicts differ are named one by one: a mean would hide a loser."""
-    texts = record["text_comparison"]
-    changed = f"; BUT the text changed in {texts['divergent']} of {texts['compared']}" if texts["divergent"] else ""
+    changed = caveats(record)
     if record["verdict"] is None:
         return "DID NOT RUN: no draft was seen, so nothing can be said about speculation" + changed + "."
     parts = [part for part in record["workloads"] if part["prompts"]] or record["workloads"]
     if len({part["verdict"] for part in parts}) > 1:
-        named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}: {speed_words(part['speedup'])}"
-                          for part in parts)
+        named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}"
+                          + (f": {speed_words(part['speedup'])}" if part["verdict"] else "") for part in parts)
         return one_printable_line(f"{named}; over all {speed_words(record['speedup'])}{changed}.")
     where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
     at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
@@ -3113,7 +3141,7 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
         f"{r['text_comparison']['identical']} of {r['text_comparison']['compared']}",
     ] for r in levels]
     header = ("Load", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Acceptance",
-              "Baseline latency", "Draft latency", "Identical")
+              "Baseline latency s", "Draft latency s", "Identical")
     known = [(r["concurrency"], r["speedup"]["ratio"]) for r in levels if r["speedup"]]
     below = next((i for i, (_, ratio) in enumerate(known) if ratio < 1), None)
     if below is None:
@@ -3158,7 +3186,8 @@ def single_lines(record: JSON) -> list[str]:
         lines.append("No draft was seen" + (", as it should be on a baseline." if is_baseline
                                             else ": speculation did not run."))
     lines += draft_lines(record)
-    return [*lines, "One server was measured, so the speed-up is unknown; see --speculative-url, and compare --help."]
+    missing = "--speculative-url" if is_baseline else "--baseline-url"
+    return [*lines, f"One server was measured, so the speed-up is unknown; see {missing}, and compare --help."]
 
 
 def levels_lines(results: Sequence[Result]) -> list[str]:
@@ -3190,7 +3219,10 @@ def memory_lines(endpoints: Sequence[JSON]) -> list[str]:
 
 def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> str:
     """A bug report to paste: what was run, on what, where the texts part, and what the baseline thought there."""
-    lines = ["# Greedy text that changes with speculative decoding", ""]
+    level = result.endpoints[0]["concurrency"]
+    changed = any(record["text_comparison"]["divergent"] for record in result.comparisons)
+    title = "Greedy text that changes" if changed else "No text changed"
+    lines = [f"# {title} with speculative decoding" + (f", {level} requests at a time" if level > 1 else ""), ""]
     for record in result.endpoints:
         lines.append(f"- {record['label'].rsplit('/', 1)[-1]}: {record['engine']} {record['engine_version']}, model "
                      f"`{record['model']}`, "
@@ -3220,7 +3252,7 @@ def changed_conditions(before: JSON, now: JSON) -> list[str]:
     names = (("engine_version", "version"), ("baseline_engine_version", "baseline version"), ("engine", "engine"),
              ("model", "model"), ("prompts_sha256", "prompts"),
              ("max_tokens", "max_tokens"), ("concurrency", "concurrency"), ("repeats", "repeats"),
-             ("context", "context length"))
+             ("context", "context length"), ("cached_tokens", "prompt tokens from the cache"))
     changes = []
     for key, words in names:
         if before.get(key) != now.get(key):
@@ -3279,7 +3311,7 @@ def trend_marks(ratios: Sequence[float | None]) -> str:
     return "".join("?" if r is None else "_.-=*#"[round(5 * (r - low) / width) if width > 0.005 else 2] for r in ratios)
 
 
-HISTORY_COLUMNS = ("Recorded", "Change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s",
+HISTORY_COLUMNS = ("Recorded", "Ratio change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s",
                    "With draft tokens/s",
                    "Identical", "Engine version", "Also changed")
 
@@ -3304,6 +3336,7 @@ def markdown_report(records: Sequence[JSON]) -> str:
                 lines += [f"Load {record['concurrency']}:", ""]
             lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(record)), ""]
         lines += [printable(line.strip()) for line in explanation_lines(latest)] + [""]
+        lines += [f"- {printable(line)}" for line in audit_lines(levels)] + [""]
         if len(levels) > 1:
             lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
         for level in sorted({record["concurrency"] for record in group}):
@@ -3622,7 +3655,7 @@ other commands (each has its own --help):
   calibrate    no server needed: measures two servers of known truth and prints the errors
 
 exit codes:
-  0 measured, whatever the verdict     1 could not measure     2 wrong command, input or server
+  0 measured, whatever the verdict     1 could not measure, or not keep it     2 wrong command, input or server
   3 a --fail-on condition holds        130 interrupted (what was finished is reported and recorded)
 """
 FAIL_ON = ("slower", "changed-text", "regression")
@@ -4076,7 +4109,7 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
         alarms = alarms_of(args, records, say)
     except (MeasureError, *DAMAGED) as error:
         alarms, troubles = [], [*troubles, f"--fail-on could not be checked: {error!r}"]
-    lines: list[str] = []
+    lines = [] if args.quiet else [f"Recorded in {args.labbook}.", ""]
     try:
         append_records(args.labbook, records)
     except OSError as error:
@@ -4209,8 +4242,12 @@ def report_command(argv: Sequence[str]) -> int:
             say_on_stderr(f"{args.labbook}: the record {record.get('label')} of {record.get('recorded_at')} is damaged "
                           f"and left out ({error!r})")
             continue
-        if not args.label or record["label"].startswith(args.label + "/"):
-            records.append(record)
+        records.append(record)
+    if args.label:
+        labels = sorted({record["label"] for record in records})
+        records = [r for r in records if (r["label"] + "/").startswith(args.label + "/")]
+        if not records:
+            raise UsageError(f"{args.labbook} has no label {args.label}; it has: {', '.join(labels) or 'none'}")
     if args.format == "json":
         print_lines([json.dumps(record) for record in records])
     else:
@@ -4407,13 +4444,13 @@ def calibration_lines(rows: Sequence[JSON]) -> list[str]:
         if isinstance(value, list):
             return " ".join(f"{part:.3f}" for part in value)
         if isinstance(value, float):
-            return f"{value:.3f}"
+            return f"{round(value, 3) + 0.0:.3f}"
         return "unknown" if value is None else str(value)
 
     cells = []
     for row in rows:
         unit = {"%": "%", "ms": " ms"}.get(row["unit"], "")
-        error = "unknown" if row["error"] is None else f"{row['error']:+.3f}{unit}"
+        error = "unknown" if row["error"] is None else f"{round(row['error'], 3) + 0.0:+.3f}{unit}"
         if row["unit"] == "exact":
             error = "none" if row["within"] else "WRONG"
         cells.append([row["quantity"], shown(row["true"]), shown(row["measured"]), error + " !" * (not row["within"])])
@@ -4478,6 +4515,9 @@ def run_command(words: list[str]) -> int:
     """Run one command; the only place that turns errors into text."""
     command = words.pop(0) if words and words[0] in COMMANDS else "measure"
     try:
+        if command == "measure" and words and not words[0].startswith("-"):
+            shown = [name for name in COMMANDS if name != "reference-server"]
+            raise UsageError(f"unknown command {words[0]}; the commands are {', '.join(shown)}")
         return COMMANDS[command](words)
     except SystemExit as stop:  # argparse has said why
         return stop.code if isinstance(stop.code, int) else USAGE
