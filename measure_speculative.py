@@ -467,7 +467,7 @@ def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
 
 
 def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
-    reason = getattr(error, "reason", error)
+    reason = error if isinstance(error, UnicodeError) else getattr(error, "reason", error)
     if isinstance(reason, (socket.timeout, TimeoutError)):
         return f"no answer within {timeout_s:g} s; is it overloaded? A longer limit: --timeout"
     if isinstance(reason, ConnectionRefusedError):
@@ -723,7 +723,7 @@ class AnswerBuilder:
     ) -> tuple[float | None, int | None, str | None]:
         """(seconds, tokens made in them, source): the server's own clock where it tells it, else the stream's."""
         told_ms, told_n = as_number(timings.get("predicted_ms")), as_count(timings.get("predicted_n"))
-        if told_ms and told_n and told_n > 1:
+        if told_ms and 0 < told_ms < 1e12 and told_n and told_n > 1:
             rate = as_number(timings.get("predicted_per_second")) or 0.0
             # newer llama.cpp books the first token to the prompt, as its own rate shows; others book it to this time
             without_first = abs(rate * told_ms / 1000 - (told_n - 1)) < 0.25
@@ -933,7 +933,7 @@ def find_metrics(endpoint: Endpoint) -> tuple[Endpoint, Snapshot]:
         return endpoint, snapshot
     retry = None
     if "HTTP 400" in (snapshot.unavailable or "") and "model" in (snapshot.unavailable or ""):
-        retry = f"{page}?model={urllib.parse.quote(endpoint.model, safe='')}"
+        retry = f"{page}?model={urllib.parse.quote(endpoint.model, safe='', errors='replace')}"
     elif "JSON" in (snapshot.unavailable or ""):
         retry = endpoint.root + "/prometheus/metrics"
     if retry:
@@ -3035,7 +3035,7 @@ def divergence_lines(found: JSON) -> list[str]:
         gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats"
     repeats = ", ".join(map(str, found["repeats"]))
     lines = [
-        f"  {found['prompt_id']} repeat {repeats} ({found['where']}): {found['class']} at "
+        f"  {one_printable_line(found['prompt_id'])} repeat {repeats} ({found['where']}): {found['class']} at "
         f"byte {found['first_difference_at_byte']}, character {found['first_difference_at_char']}, "
         f"line {found['line']} column {found['column']}" + (f"; {triage['finding']} ({gap})" if triage else ""),
         f"    baseline:    {json.dumps(found['baseline_tail'])} ({found['baseline_finish_reason']}, "
@@ -3329,7 +3329,7 @@ def markdown_report(records: Sequence[JSON]) -> str:
         latest = group[-1]
         same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
         levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
-        lines += [f"## {label}", "", *map(printable, (sentence(r) for r in levels)), ""]
+        lines += [f"## {one_printable_line(label)}", "", *map(printable, (sentence(r) for r in levels)), ""]
         lines += ["Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time.", ""]
         for record in levels:
             if len(levels) > 1:
@@ -3984,15 +3984,33 @@ class Measured:
     interrupted: bool
 
 
+def server_numbers(servers: Sequence[Server], answers: Sequence[Answer | None], warmup: int) -> list[int]:
+    """The same number for arms that are one server: by its address, or by a process that counted both arms' warm-up.
+
+    An equal start alone proves nothing: it is told in hundredths of a second, and a script starts servers together.
+    """
+
+    def counted_more(server: Server, answer: Answer | None) -> bool:
+        received = (answer.completion_tokens or 0) * warmup if answer else 0
+        after = settled_snapshot(server.endpoint, server.snapshot, received)
+        return (generated_tokens(counter_growth(server.snapshot, after)) or 0) > 1.5 * received > 0
+
+    numbers: list[int] = []
+    for server, answer in zip(servers, answers):
+        same = [number for number, other in zip(numbers, servers) if other.endpoint.api == server.endpoint.api or (
+            server.snapshot.process is not None and other.snapshot.process == server.snapshot.process
+            and counted_more(server, answer))]
+        numbers.append(same[0] if same else len(numbers))
+    return numbers
+
+
 def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server],
                    say: Callable[[str], None],
                    file: BinaryIO | None, show: bool, simulated: bool = False) -> tuple[list[Measured], str | None]:
     """Measure each concurrency level; also returns what went wrong with the run file, if anything."""
     endpoints = [server.endpoint for server in servers]
-    hosts = [next(i for i, other in enumerate(servers) if other.endpoint.api == server.endpoint.api or (
-        server.snapshot.process is not None and other.snapshot.process == server.snapshot.process))
-        for server in servers]
     answers = warm_up(endpoints, args.warmup, say)
+    hosts = server_numbers(servers, answers, args.warmup)
     notes: list[JSON] = []
     if any(answer and answer.streamed and answer.completion_tokens is None for answer in answers):
         endpoints = [replace(endpoint, stream=False) for endpoint in endpoints]
@@ -4003,28 +4021,46 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
     measured: list[Measured] = []
     run_id, write_error = os.urandom(6).hex(), None
     for level in args.concurrency:
-        plan = make_plan([p.workload for p in prompts], args.repeats, len(servers), args.order, level)
-        recorder = Recorder(say, file, sum(len(block.shots) for block in plan), show)
         name = run_id if len(args.concurrency) == 1 else f"{run_id}-{level}"
-        headers = [{**conditions_of(server, args, prompts, level, name, notes, simulated),
-                    "host_number": host, "shared_server": hosts.count(host) > 1}
-                   for server, host in zip(servers, hosts)]
-        for header in headers:
-            recorder.write({"kind": "run", **header})
-        interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
-        for server in servers:
-            recorder.write({"kind": "end", "arm": server.endpoint.arm, "interrupted": interrupted})
-        runs = [Run(server.endpoint.arm, header, tuple(r for r in recorder.readings if r.arm == server.endpoint.arm),
-                    tuple(c for c in recorder.counted if c.arm == server.endpoint.arm), interrupted)
-                for server, header in zip(servers, headers)]
-        triage: dict[str, JSON] = {}
-        if not interrupted:
-            interrupted = triage_of(runs, endpoints, prompts, args.triage, recorder, triage)
-        measured.append(Measured(result_of(runs, args.label, args.min_gain, triage), runs, interrupted))
-        write_error = write_error or recorder.write_error
-        if interrupted:
+        try:
+            headers = [{**conditions_of(server, args, prompts, level, name, notes, simulated),
+                        "host_number": host, "shared_server": hosts.count(host) > 1}
+                       for server, host in zip(servers, hosts)]
+            done, trouble = measure_level(args, prompts, endpoints, headers, say, file, show)
+        except KeyboardInterrupt:
+            if not measured:
+                raise
+            measured[-1] = replace(measured[-1], interrupted=True)
+            break
+        measured.append(done)
+        write_error = write_error or trouble
+        if done.interrupted:
             break
     return measured, write_error
+
+
+def measure_level(args: argparse.Namespace, prompts: Sequence[Prompt], endpoints: Sequence[Endpoint],
+                  headers: Sequence[JSON], say: Callable[[str], None], file: BinaryIO | None,
+                  show: bool) -> tuple[Measured, str | None]:
+    """Measure one concurrency level, and what went wrong with the run file."""
+    level, hosts = headers[0]["concurrency"], [header["host_number"] for header in headers]
+    plan = make_plan([prompt.workload for prompt in prompts], args.repeats, len(endpoints), args.order, level)
+    recorder = Recorder(say, file, sum(len(block.shots) for block in plan), show)
+    for header in headers:
+        recorder.write({"kind": "run", **header})
+    interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
+    for header in headers:
+        recorder.write({"kind": "end", "arm": header["arm"], "interrupted": interrupted})
+    runs = [Run(header["arm"], header, tuple(r for r in recorder.readings if r.arm == header["arm"]),
+                tuple(c for c in recorder.counted if c.arm == header["arm"]), interrupted) for header in headers]
+    triage: dict[str, JSON] = {}
+    if not interrupted:
+        interrupted = triage_of(runs, endpoints, prompts, args.triage, recorder, triage)
+    try:
+        result = result_of(runs, args.label, args.min_gain, triage)
+    except KeyboardInterrupt:  # all is measured; only a second one gives it up
+        interrupted, result = True, result_of(runs, args.label, args.min_gain, triage)
+    return Measured(result, runs, interrupted), recorder.write_error
 
 
 def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], most: int,
@@ -4112,8 +4148,10 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     lines = [] if args.quiet else [f"Recorded in {args.labbook}.", ""]
     try:
         append_records(args.labbook, records)
-    except OSError as error:
-        troubles.append(f"cannot append to {args.labbook}: {error.strerror}; the records go to standard output instead")
+    except (OSError, KeyboardInterrupt) as error:
+        interrupted |= isinstance(error, KeyboardInterrupt)
+        reason = getattr(error, "strerror", "interrupted")
+        troubles.append(f"cannot append to {args.labbook}: {reason}; the records go to standard output instead")
         lines = [json_line(record).decode().rstrip() for record in records]
     if args.divergence_report:
         troubles += write_divergences(args, [level.result for level in done], prompts)
@@ -4123,6 +4161,8 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
         troubles.append(str(error))
     dead = [record for record in records if record["kind"] == "endpoint" and not record["completed"]]
     silent = [f"{r['label']}: no request completed; the first error: {r['first_error']}" for r in dead]
+    silent += [f"{r['label']}: {r['failed']} of {r['requests']} requests failed; the first: {r['first_error']}"
+               for r in records if args.quiet and r["kind"] == "endpoint" and r["failed"] and r["completed"]]
     for words in (*alarms, *silent, *troubles):
         say_on_stderr(words)
     failed = COULD_NOT_MEASURE if dead or troubles else None
@@ -4135,7 +4175,7 @@ def write_divergences(
     """Write the bug report of every level; what went wrong, if anything."""
     shown = prompts if getattr(args, "include_prompts", False) else None
     try:
-        with open(args.divergence_report, "w", encoding="utf-8", errors="replace", newline="\n") as file:
+        with open(args.divergence_report, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write("\n".join(markdown_divergences(result, shown) for result in results))
     except OSError as error:
         return [f"cannot write {args.divergence_report}: {error.strerror}"]
@@ -4505,10 +4545,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def end_like_ctrl_c() -> None:
     """Let a stopped service or a lost terminal end a measurement as Ctrl-C does: what was finished is kept."""
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
-            signal.signal(number, signal.default_int_handler)
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+    def end(number: int, frame: Any) -> None:
+        for other in numbers:  # one is often followed by the other at once
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in numbers:
+        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
+            signal.signal(number, end)
 
 
 def run_command(words: list[str]) -> int:
