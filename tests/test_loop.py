@@ -113,13 +113,13 @@ class Loop(unittest.TestCase):
     def test_a_slow_first_request_is_no_part_of_a_time(self):
         def slow_first(server):
             def answers(prompt, n):
-                server.first_delay_s = 0.0 if server.chats[1:] else 0.4
+                server.first_delay_s = 0.0 if server.chats[1:] else 1.0
             return answers
         with FakeServer() as a, FakeServer() as b:
             a.answers, b.answers = slow_first(a), slow_first(b)
             outcome = measure(a, b, prompts=PROMPTS[:2])
         for arm in ("baseline", "speculative"):
-            self.assertLess(outcome.endpoint(arm)["wall_s"], 0.4)
+            self.assertLess(outcome.endpoint(arm)["wall_s"], 1.0)
 
     def test_all_arms_get_the_same_requests_in_the_same_order(self):
         for order, warmup, count in (("paired", 2, 3), ("sequential", 1, 2), ("paired", 0, 2)):
