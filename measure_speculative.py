@@ -2447,35 +2447,57 @@ def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_draft
                              f"prompt tokens from the cache: baseline {cached[0]}, {candidate.arm} {cached[1]}; "
                              "restart both servers, or switch the cache off (llama.cpp: --extra-body "
                              "'{\"cache_prompt\": false}')", baseline=cached[0], speculative=cached[1]))
-    for name, words, mine, theirs in (
-        ("model-differs", "model", a["model"], b["model"]),
-        ("context-differs", "context length", a["server"].get("context"), b["server"].get("context")),
-        ("quantization-differs", "quantization", a["server"].get("quantization"), b["server"].get("quantization")),
-        ("build-differs", "tensor parallel size", *(side["server"].get("tensor_parallel") for side in (a, b))),
-        ("build-differs", "build", f"{a['engine']} {a['engine_version']}", f"{b['engine']} {b['engine_version']}"),
-    ):
-        if mine != theirs and mine is not None and theirs is not None:
-            found.append(finding(name, f"{words}: baseline {mine}, {candidate.arm} {theirs}", baseline=mine,
-                                 speculative=theirs))
-    units = "pairs of blocks" if a["concurrency"] > 1 else "prompts"
-    if len(logs) < 2:
-        more = "; --repeats adds pairs of blocks" if a["concurrency"] > 1 else ""
-        found.append(finding("few-prompts",
-                             f"no interval: it takes at least two {units} measured on both servers{more}",
-                             prompts=len(logs)))
-    elif len(logs) < FEW_PROMPTS:
-        found.append(finding("few-prompts",
-                             f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow when "
-                             "they are of mixed kinds", prompts=len(logs)))
-    if stalls := stall_count(logs):
-        found.append(finding("stalls", f"{stalls} repeats lie far from their prompt's median (kept in the figures)",
-                             count=stalls))
+    found += server_differences(a, b) + sample_findings(logs, under_load=a["concurrency"] > 1)
     for run in (baseline, candidate):  # these may be why texts differ, so they stand beside the comparison too
         found += [{**entry, "detail": f"{run.arm}: {entry['detail']}"} for entry in arm_findings(run)
                   if entry["finding"] in DISTURBANCES]
     if baseline.interrupted or candidate.interrupted:
         found.append(finding("interrupted", "the measurement was interrupted; this is what was finished"))
     return found
+
+
+def server_differences(a: JSON, b: JSON) -> list[JSON]:
+    """Where the two servers differ in what they tell of themselves."""
+    pairs = (
+        ("model-differs", "model", a["model"], b["model"]),
+        ("context-differs", "context length", a["server"].get("context"), b["server"].get("context")),
+        ("quantization-differs", "quantization", a["server"].get("quantization"), b["server"].get("quantization")),
+        ("build-differs", "tensor parallel size", *(side["server"].get("tensor_parallel") for side in (a, b))),
+        ("build-differs", "build", f"{a['engine']} {a['engine_version']}", f"{b['engine']} {b['engine_version']}"),
+    )
+    return [finding(name, f"{words}: baseline {mine}, {b['arm']} {theirs}", baseline=mine, speculative=theirs)
+            for name, words, mine, theirs in pairs if mine != theirs and mine is not None and theirs is not None]
+
+
+def sample_findings(logs: Sequence[Sequence[float]], under_load: bool) -> list[JSON]:
+    """What the sample of prompts, or of pairs of blocks, does not allow to say."""
+    units, found = "pairs of blocks" if under_load else "prompts", []
+    if len(logs) < 2:
+        words = f"no interval: it takes at least two {units} measured on both servers"
+        found.append(finding("few-prompts", words + "; --repeats adds pairs of blocks" * under_load, prompts=len(logs)))
+    elif len(logs) < FEW_PROMPTS:
+        words = f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow when they are mixed"
+        found.append(finding("few-prompts", words, prompts=len(logs)))
+    if stalls := stall_count(logs):
+        words = f"{stalls} repeats lie far from their prompt's median (kept in the figures)"
+        found.append(finding("stalls", words, count=stalls))
+    return found
+
+
+def workload_comparison(baseline: Run, candidate: Run, runs: Sequence[Run], workload: str, min_gain: float | None,
+                        triage: JSON) -> JSON:
+    """The comparison for one kind of work; no verdict where nothing was drafted in it, or without `min_gain`."""
+    logs, drafts = log_ratios(baseline, candidate, runs, workload), drafts_of(candidate, workload)
+    speed, texts = over_prompts(logs), compare_texts(baseline, candidate, triage, workload)
+    idle = min_gain is None or (drafts.seen is False and not noise_check(baseline, candidate))
+    return {
+        "workload": workload, "prompts": len(logs),
+        "baseline_tokens_per_s": figures_of(baseline, runs, workload).tokens_per_s,
+        "speculative_tokens_per_s": figures_of(candidate, runs, workload).tokens_per_s,
+        "speedup": speed.to_json() if speed else None,
+        "verdict": None if idle or min_gain is None else verdict_of(speed, min_gain), "acceptance": drafts.record(),
+        "text_comparison": {name: value for name, value in texts.items() if name != "divergences"},
+    }
 
 
 def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label: str, min_gain: float, triage: JSON,
@@ -2495,18 +2517,6 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
     texts = compare_texts(baseline, candidate, triage)
     listed = sorted(texts["divergences"], key=lambda found: found["class"] == "unstable-baseline")
 
-    def one(workload: str) -> JSON:
-        part, some = log_ratios(baseline, candidate, runs, workload), drafts_of(candidate, workload)
-        own, words = over_prompts(part), compare_texts(baseline, candidate, triage, workload)
-        no_draft = idle or (some.seen is False and not noise_check(baseline, candidate))
-        return {
-            "workload": workload, "prompts": len(part),
-            "baseline_tokens_per_s": figures_of(baseline, runs, workload).tokens_per_s,
-            "speculative_tokens_per_s": figures_of(candidate, runs, workload).tokens_per_s,
-            "speedup": own.to_json() if own else None, "verdict": None if no_draft else verdict_of(own, min_gain),
-            "acceptance": some.record(), "text_comparison": {k: v for k, v in words.items() if k != "divergences"},
-        }
-
     record = {
         "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "baseline_run_id": base_about["run_id"],
         "kind": "comparison", "candidate": candidate.arm,
@@ -2517,7 +2527,8 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         "decode_speedup": decode.to_json() if decode else None, "min_gain": min_gain,
         "verdict": None if idle else verdict_of(speed, min_gain),
         "more_prompts": None if idle or verdict_of(speed, min_gain) != "undecided" else more_prompts(logs, min_gain),
-        "workloads": [one(workload) for workload in workloads_of(runs)],
+        "workloads": [workload_comparison(baseline, candidate, runs, workload, None if idle else min_gain, triage)
+                      for workload in workloads_of(runs)],
         "acceptance": drafts.record(), "break_even": explanation(mine, theirs, drafts, fit),
         "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"),
                           "speculative": (theirs.latency_s or {}).get("p50")},
@@ -2891,7 +2902,7 @@ def is_same_server(record: JSON) -> bool:
 def explanation_lines(record: JSON) -> list[str]:
     """Why it pays or not, in the terms of the field and in plain words."""
     why, acceptance = record["break_even"], record["acceptance"] or {}
-    length, cost, chain = why["tokens_per_step"], why["step_cost"], why["chain"]
+    length, cost = why["tokens_per_step"], why["step_cost"]
     if record["verdict"] is None:
         return ["Why: no draft was made."]
     if is_same_server(record):
@@ -2903,33 +2914,41 @@ def explanation_lines(record: JSON) -> list[str]:
         return [lines[0] + "; the cost of a step is unknown (both servers' decode times are needed, from the same "
                            "kind of clock)."]
     lines[0] += f", and a step costs {cost:.2f} target steps: it takes more tokens per step than that to pay."
-    if why["applies"] == "alpha":
-        lines.append(f"     alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} "
-                     "and this cost.")
-    elif why["applies"] == "any":
-        lines.append("     A step costs no more than a plain one: any acceptance pays (check the timing if that "
-                     "surprises you).")
-    elif why["applies"] == "cannot-pay":
-        lines.append(f"     A step can bring at most {chain + 1} tokens at chain length {chain} and costs {cost:.2f}: "
-                     "it cannot pay at any acceptance.")
-    elif why["applies"] == "varying-chain":
-        each = "a draft" if acceptance.get("steps") else "a target step"  # without S, steps without a draft count too
-        mean = f" (mean {chain:.2f} {each})" if chain is not None else ""
-        lines.append(f"     Drafts vary in length{mean} or many steps have none, so the formula for a fixed chain is "
-                     f"not "
-                     "applicable.")
+    lines.append("     " + bar_words(why, acceptance))
     if acceptance.get("accepted") == 0 and acceptance.get("drafted") and why["applies"] != "any":
         lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
                      "target share a tokenizer.")
     if why["fit"]:
         lines.append(f"     Fitted over {why['fit']['runs']} chain lengths: verifying costs "
-                     f"{why['fit']['verification_cost']:.2f} target steps, "
-                     f"each drafted token {why['fit']['draft_cost']:.3f}"
-                     + ("; the advice below rests on this fit." if why["predicted"] else "."))
+                     f"{why['fit']['verification_cost']:.2f} target steps, each drafted token "
+                     f"{why['fit']['draft_cost']:.3f}"
+                     + "; the advice below rests on this fit" * bool(why["predicted"]) + ".")
     elif why["draft_cost"] is not None:
         lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; one chain length cannot tell "
-                     f"how much "
-                     "of that is the growth of the verification.")
+                     f"how "
+                     "much of that is the growth of the verification.")
+    return lines + chain_lines(why)
+
+
+def bar_words(why: JSON, acceptance: JSON) -> str:
+    """The acceptance that would be needed, or why there is no such figure."""
+    chain, cost = why["chain"], why["step_cost"]
+    if why["applies"] == "alpha":
+        needed = f"{why['alpha_needed']:.2f} is needed at chain length {chain} and this cost"
+        return f"alpha {figure(why['alpha'])}; {needed}."
+    if why["applies"] == "any":
+        return "A step costs no more than a plain one: any acceptance pays (check the timing if that surprises you)."
+    if why["applies"] == "cannot-pay":
+        limit = f"A step can bring at most {chain + 1} tokens at chain length {chain}"
+        return f"{limit} and costs {cost:.2f}: it cannot pay at any acceptance."
+    each = "a draft" if acceptance.get("steps") else "a target step"  # without S, steps without a draft count too
+    mean = f" (mean {chain:.2f} {each})" if chain is not None else ""
+    return f"Drafts vary in length{mean} or many steps have none, so the formula for a fixed chain is not applicable."
+
+
+def chain_lines(why: JSON) -> list[str]:
+    """The predicted speed-up of each chain length, and the best."""
+    lines = []
     if why["predicted"]:
         told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x" + ("*" if p["extrapolated"] else "")
                          for p in why["predicted"][:12])
@@ -3501,11 +3520,9 @@ def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
             state.positions = [a + b for a, b in zip(state.positions, entry["positions"])]
 
 
-def serve_reference(config: Reference) -> int:
-    """Serve until standard input ends, which it does when the parent is gone, however it went."""
+def reference_handler(state: _ReferenceState) -> Any:
+    """The request handler class of a reference server."""
     import http.server
-
-    state = _ReferenceState(config)
 
     class Handler(http.server.BaseHTTPRequestHandler):
         """The HTTP of a real engine: models, metrics, streamed and plain completions; and the truth."""
@@ -3543,7 +3560,7 @@ def serve_reference(config: Reference) -> int:
             said: list[str] = []
             if not body.get("stream"):
                 _generate(state, prompt, length, started, said.extend)
-                self.reply(json.dumps(_plain_completion(config, said, length, bool(body.get("logprobs")))))
+                self.reply(json.dumps(_plain_completion(state.config, said, length, bool(body.get("logprobs")))))
                 return
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
@@ -3562,9 +3579,16 @@ def serve_reference(config: Reference) -> int:
             send([], usage={"prompt_tokens": len(prompt.split()), "completion_tokens": length})
             self.wfile.write(b"data: [DONE]\n\n")
 
+    return Handler
+
+
+def serve_reference(config: Reference) -> int:
+    """Serve until standard input ends, which it does when the parent is gone, however it went."""
+    import http.server
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, also where there are no sessions
     http.server.ThreadingHTTPServer.request_queue_size = 128
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), reference_handler(_ReferenceState(config)))
     server.handle_error = lambda *args: None  # type: ignore[method-assign]  # clients may leave
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with contextlib.suppress(OSError):  # a parent that is gone has ended our standard input too
