@@ -4111,6 +4111,8 @@ def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Seque
 
 def check_outputs(args: argparse.Namespace, inputs: Sequence[str]) -> None:
     """UsageError if a file that will be written cannot be, or is another one that is read or written too."""
+    if not args.label.strip() or not args.label.isprintable():
+        raise UsageError(f"--label {args.label!r} is no name: one line of printable characters")
     named = {"--labbook": args.labbook, "--divergence-report": args.divergence_report,
              "--save-run": getattr(args, "save_run", None)}
     outputs = [(option, path) for option, path in named.items() if path]
@@ -4573,7 +4575,7 @@ def end_like_ctrl_c() -> None:
 
     def end(number: int, frame: Any) -> None:
         for other in numbers:  # one is often followed by the other at once
-            signal.signal(other, signal.SIG_IGN)
+            signal.signal(other, lambda number, frame: None)
         raise KeyboardInterrupt
 
     for number in numbers:
