@@ -26,6 +26,7 @@ import math
 import os
 import queue
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -3236,7 +3237,7 @@ def memory_lines(endpoints: Sequence[JSON]) -> list[str]:
     return [f"Memory: {'; '.join(told)}."] if told else []
 
 
-def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> str:
+def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None, command: str) -> str:
     """A bug report to paste: what was run, on what, where the texts part, and what the baseline thought there."""
     level = result.endpoints[0]["concurrency"]
     changed = any(record["text_comparison"]["divergent"] for record in result.comparisons)
@@ -3247,7 +3248,8 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None) -> st
                      f"`{record['model']}`, "
                      f"POST /v1/chat/completions with temperature {record['temperature']}, seed {record['seed']}, "
                      f"max_tokens {record['max_tokens']}")
-    lines.append("- started with (fill in): baseline `...`, speculative `...`")
+    lines.append(f"- measured with: `{one_printable_line(command)}`")
+    lines.append("- servers started with (fill in): baseline `...`, speculative `...`")
     for record in result.comparisons:
         texts, acceptance = record["text_comparison"], record["acceptance"] or {}
         lines += ["", f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ", "",
@@ -3946,12 +3948,17 @@ def identify(
     states = told.get("internal_states")
     state = as_dict(states[0]) if isinstance(states, list) and states else {}
     context = as_count(settings.get("n_ctx")) or as_count(entry.get("max_model_len")) or as_count(meta.get("n_ctx"))
-    slots = as_count(told.get("total_slots"))
+    slots, cache_tokens = as_count(told.get("total_slots")), None
+    if engine == "llama.cpp":
+        with contextlib.suppress(RequestFailed, ValueError):  # guarded or switched off on some servers
+            held = get_json(root + "/slots", key, timeout_s)[0]
+            sizes = [as_count(as_dict(slot).get("n_ctx")) for slot in held] if isinstance(held, list) else []
+            cache_tokens = sum_known(sizes) if sizes else None
     about = {
         "context": context,
         "quantization": told.get("model_ftype") or meta.get("ftype") or told.get("quantization")
         or as_dict(told.get("server_args")).get("quantization"),
-        "cache_tokens": context * slots if context and slots else None,
+        "cache_tokens": cache_tokens or (context * slots if context and slots else None),
         "slots": slots,
         "tensor_parallel": as_count(told.get("tp_size") or as_dict(told.get("server_args")).get("tp_size")),
         "lifetime_accept_length": as_number(state.get("avg_spec_accept_length")),
@@ -4128,6 +4135,7 @@ def check_outputs(args: argparse.Namespace, inputs: Sequence[str]) -> None:
 def measure_command(argv: Sequence[str]) -> int:
     """measure: prompts -> plan -> readings -> comparison -> notebook and terminal."""
     args = measure_parser().parse_args(argv)
+    args.command = shlex.join(["measure_speculative.py", *argv])
     say = (lambda words: None) if args.quiet else say_on_stderr
     arms = arms_of(args)
     prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])
@@ -4202,7 +4210,7 @@ def write_divergences(
     shown = prompts if getattr(args, "include_prompts", False) else None
     try:
         with open(args.divergence_report, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.write("\n".join(markdown_divergences(result, shown) for result in results))
+            file.write("\n".join(markdown_divergences(result, shown, args.command) for result in results))
     except OSError as error:
         return [f"cannot write {args.divergence_report}: {error.strerror}"]
     return []
@@ -4236,6 +4244,7 @@ def compare_command(argv: Sequence[str]) -> int:
     _add_results(parser)
     parser.add_argument("--force", action="store_true", help="compare although conditions differ, and mark the record")
     args = parser.parse_args(argv)
+    args.command = shlex.join(["measure_speculative.py", "compare", *argv])
     say = (lambda words: None) if args.quiet else say_on_stderr
     levels, triage = runs_to_compare(args.baseline, args.speculative, say)
     check_outputs(args, [args.baseline, *args.speculative])

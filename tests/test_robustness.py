@@ -535,7 +535,8 @@ class Signals(unittest.TestCase):
 
     def test_one_of_them_followed_by_the_other_at_once_is_one_end(self):
         code, records, _ = self.signalled("SIGTERM", then=[signal.SIGHUP, signal.SIGTERM])
-        self.assertEqual((code, len(records)), (130, 3))
+        self.assertEqual(len(records), 3)
+        self.assertIn(code, (130, -signal.SIGTERM))  # the last may come when Python has given its handlers back already
 
     def test_under_nohup_a_lost_terminal_stops_nothing(self):
         code, records, _ = self.signalled("SIGHUP", signal.SIG_IGN, delay=0.01)
