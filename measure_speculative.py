@@ -1,19 +1,78 @@
 #!/usr/bin/env python3
 """Does speculative decoding pay, for this model, on this machine, for this work?
 
-The same prompts go to a server without speculation and to one with it, greedily and in turn; the report says
-how much faster and how sure, why (acceptance, draft cost, break-even), and whether the text stayed the same to
-the byte.  Every run is appended to a lab notebook.
+The same prompts go to a server without speculation and to one with it, greedily and in turn; the report says how
+much faster and how sure, why (acceptance, draft cost, break-even), and whether the text stayed the same to the
+byte.  Every run is appended to a lab notebook.
 
-    measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url http://127.0.0.1:8081/v1
-    measure_speculative.py compare plain.jsonl drafted.jsonl      two saved runs, one server at a time
-    measure_speculative.py calibrate                              no server needed: the instrument tests itself
+usage: measure_speculative.py [measure] --baseline-url URL [--speculative-url URL] [options]
+
+examples:
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url http://127.0.0.1:8081/v1
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --prompts prompts/ --repeats 3 --label night
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url k2=http://127.0.0.1:8081/v1 \\
+      --speculative-url k4=http://127.0.0.1:8082/v1 --save-run tonight.jsonl
+
+what to measure:
+  --baseline-url URL            server without speculation, as http://127.0.0.1:8080/v1
+  --speculative-url [NAME=]URL  server with speculation; may be repeated, to rank several settings
+  --model MODEL                 model name (default: the one that the server lists)
+  --speculative-model MODEL     its name on the speculative server, where it differs
+  --prompt-set builtin|file     built-in prompts or --prompts (default builtin)
+  --prompts PATH                text, .jsonl or .json file, or a folder of them; may be repeated
+  --max-tokens N                answer length (default 192)
+
+how carefully:
+  --repeats N                   measure each prompt N times; more prompts say more than more repeats (default 1)
+  --warmup N                    discarded requests for each server (default 1)
+  --order paired|sequential     paired cancels drift; sequential finishes one server first (default paired)
+  --concurrency LEVELS          requests at a time, as 1,4,10 (default 1)
+  --seed N                      sent with every request (default 0)
+  --timeout S                   limit for one whole request, in seconds (default 300)
+  --triage N                    ask the baseline for log probabilities on up to N changed texts (default 10, 0: off)
+
+where results go:
+  --label LABEL                 name of this experiment in the notebook (default speculative-run)
+  --labbook FILE                notebook to append to (default labbook.md)
+  --min-gain G                  call it paying only above 1+G, as 0.05 for 5% (default 0)
+  --fail-on WHAT                exit with 3 on any of slower, changed-text, regression (comma list)
+  --quiet                       print nothing but errors and --fail-on alarms
+  --divergence-report FILE      write a bug report on changed text, in Markdown
+  --include-prompts             put the prompts into it
+  --save-run FILE               keep every answer, for `compare`; must not exist yet
+
+unusual servers:
+  --engine NAME                 engine name for the record (default: detected)
+  --engine-version V            its version (default: detected)
+  --api-key-env NAME            environment variable with the key (default SPEC_API_KEY)
+  --no-stream                   ask for plain answers (no time to first token)
+  --extra-body JSON             fields for the requests; null removes one
+  --baseline-extra-body JSON, --speculative-extra-body JSON        fields for the requests of one arm
+  --baseline-metrics-url URL, --speculative-metrics-url URL        metrics page, where it is not /metrics
+  --help, --version
+
+other commands (each has its own --help):
+  compare      the same comparison from saved runs, for machines that hold one server at a time
+  report       tables and history from the lab notebook
+  break-even   the arithmetic alone: which acceptance a draft needs, and the best chain length
+  calibrate    no server needed: measures two servers of known truth and prints the errors
+
+exit codes:
+  0 measured, whatever the verdict     1 could not measure, or not keep it     2 wrong command, input or server
+  3 a --fail-on condition holds        130 interrupted (what was finished is reported and recorded)
 
 It cannot tell you whether the text is *good*, nor how other prompts, another machine or a busier server would
 behave: it measures what it was given, and says how far that carries.
 """
 
 from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__" and sys.argv[1:] in (["-h"], ["--help"]):
+    # This text is all the help there is; it need not wait for what follows to be imported and torn down again.
+    os._exit(0 if os.write(1, (__doc__ or "").encode()) else 1)
 
 import argparse
 import contextlib
@@ -23,7 +82,6 @@ import hashlib
 import http.client
 import json
 import math
-import os
 import queue
 import re
 import shlex
@@ -31,7 +89,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -3667,23 +3724,6 @@ def reference_truth(log: Sequence[JSON]) -> JSON:
 
 # ---- command line -----------------------------------------------------------------------------------------
 
-EPILOG = """\
-examples:
-  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url http://127.0.0.1:8081/v1
-  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --prompts prompts/ --repeats 3 --label night
-  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url k2=http://127.0.0.1:8081/v1 \\
-      --speculative-url k4=http://127.0.0.1:8082/v1 --save-run tonight.jsonl
-
-other commands (each has its own --help):
-  compare      the same comparison from saved runs, for machines that hold one server at a time
-  report       tables and history from the lab notebook
-  break-even   the arithmetic alone: which acceptance a draft needs, and the best chain length
-  calibrate    no server needed: measures two servers of known truth and prints the errors
-
-exit codes:
-  0 measured, whatever the verdict     1 could not measure, or not keep it     2 wrong command, input or server
-  3 a --fail-on condition holds        130 interrupted (what was finished is reported and recorded)
-"""
 FAIL_ON = ("slower", "changed-text", "regression")
 OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt-llm",
           "lmdeploy": "lmdeploy",
@@ -3697,11 +3737,11 @@ VERSIONS = (("llama.cpp", "/props", "build_info"), ("sglang", "/server_info", "v
 ENGINE_EXTRAS: dict[str, JSON] = {"sglang": {"return_spec_tokens_details": True}, "vllm": {"return_token_ids": True}}
 
 
-def _parser(
-    command: str, description: str, epilog: str | None = None, usage: str | None = None
-) -> argparse.ArgumentParser:
-    name = "measure_speculative.py" + ("" if command == "measure" else " " + command)
-    parser = argparse.ArgumentParser(name, usage, description, epilog, allow_abbrev=False,
+def _parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    is_main = command == "measure"
+    name = "measure_speculative.py" + ("" if is_main else " " + command)
+    usage = f"{name} [measure] --baseline-url URL [--speculative-url URL] [options]" if is_main else None
+    parser = argparse.ArgumentParser(name, usage, description, epilog, allow_abbrev=False, add_help=not is_main,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"measure_speculative {__version__}")
     return parser
@@ -3772,51 +3812,33 @@ def _add_results(group: Any) -> None:
 
 
 def measure_parser() -> argparse.ArgumentParser:
-    """The flags of `measure`, in the order of a user's questions."""
-    parser = _parser("measure", "Does speculative decoding pay, for this model, on this machine, for this work?",
-                     EPILOG, "measure_speculative.py [measure] --baseline-url URL [--speculative-url URL] [options]")
-    what = parser.add_argument_group("what to measure")
-    what.add_argument("--baseline-url", metavar="URL", help="server without speculation, as http://127.0.0.1:8080/v1")
-    what.add_argument("--speculative-url", action="append", default=[], metavar="[NAME=]URL",
-                      help="server with speculation; may be repeated, to rank several settings")
-    what.add_argument("--model", help="model name (default: the one that the server lists)")
-    what.add_argument("--speculative-model", metavar="MODEL",
-                      help="its name on the speculative server, where it differs")
-    what.add_argument("--prompt-set", choices=("builtin", "file"),
-                      help="built-in prompts or --prompts (default builtin)")
-    what.add_argument("--prompts", action="append", default=[], metavar="PATH",
-                      help="text, .jsonl or .json file, or a folder of them; may be repeated")
-    what.add_argument("--max-tokens", type=_whole(1), default=192, metavar="N",
-                      help="answer length (default %(default)s)")
-    how = parser.add_argument_group("how carefully")
-    how.add_argument("--repeats", type=_whole(1), default=1, metavar="N",
-                     help="measure each prompt N times; more prompts say more than more repeats (default 1)")
-    how.add_argument("--warmup", type=_whole(0), default=1, metavar="N",
-                     help="discarded requests for each server (default 1)")
-    how.add_argument("--order", choices=("paired", "sequential"), default="paired",
-                     help="paired cancels drift; sequential finishes one server first (default paired)")
-    how.add_argument("--concurrency", type=_listed(_whole(1, 4096)), default=[1], metavar="LEVELS",
-                     help="requests at a time, as 1,4,10 (default 1)")
-    how.add_argument("--seed", type=int, default=0, help="sent with every request (default 0)")
-    how.add_argument("--timeout", type=_real(0, 86400, True), default=300.0, metavar="S",
-                     help="limit for one whole request (default 300 s)")
-    how.add_argument("--triage", type=_whole(0), default=10, metavar="N",
-                     help="ask the baseline for log probabilities on up to N changed texts (default 10, 0: off)")
-    results = parser.add_argument_group("where results go")
-    _add_results(results)
-    results.add_argument("--save-run", metavar="FILE", help="keep every answer, for `compare`; must not exist yet")
-    results.add_argument("--include-prompts", action="store_true", help="put the prompts into --divergence-report")
-    unusual = parser.add_argument_group("unusual servers")
-    unusual.add_argument("--engine", default="unknown", help="engine name for the record (default: detected)")
-    unusual.add_argument("--engine-version", default="unknown", metavar="V", help="its version (default: detected)")
-    unusual.add_argument("--api-key-env", default="SPEC_API_KEY", metavar="NAME",
-                         help="environment variable with the key (default %(default)s)")
-    unusual.add_argument("--no-stream", action="store_true", help="ask for plain answers (no time to first token)")
+    """The flags of `measure`; what they mean stands at the top of this file, which is the help page."""
+    parser = _parser("measure", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--baseline-url")
+    parser.add_argument("--speculative-url", action="append", default=[])
+    parser.add_argument("--model")
+    parser.add_argument("--speculative-model")
+    parser.add_argument("--prompt-set", choices=("builtin", "file"))
+    parser.add_argument("--prompts", action="append", default=[])
+    parser.add_argument("--max-tokens", type=_whole(1), default=192)
+    parser.add_argument("--repeats", type=_whole(1), default=1)
+    parser.add_argument("--warmup", type=_whole(0), default=1)
+    parser.add_argument("--order", choices=("paired", "sequential"), default="paired")
+    parser.add_argument("--concurrency", type=_listed(_whole(1, 4096)), default=[1])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=_real(0, 86400, True), default=300.0)
+    parser.add_argument("--triage", type=_whole(0), default=10)
+    _add_results(parser)
+    parser.add_argument("--save-run")
+    parser.add_argument("--include-prompts", action="store_true")
+    parser.add_argument("--engine", default="unknown")
+    parser.add_argument("--engine-version", default="unknown")
+    parser.add_argument("--api-key-env", default="SPEC_API_KEY")
+    parser.add_argument("--no-stream", action="store_true")
     for arm in ("", "baseline-", "speculative-"):
-        unusual.add_argument(f"--{arm}extra-body", type=_json_object, default={}, metavar="JSON",
-                             help=f"fields for the request{' of this arm' if arm else 's; null removes one'}")
+        parser.add_argument(f"--{arm}extra-body", type=_json_object, default={})
     for arm in ("baseline", "speculative"):
-        unusual.add_argument(f"--{arm}-metrics-url", metavar="URL", help="metrics page, where it is not /metrics")
+        parser.add_argument(f"--{arm}-metrics-url")
     return parser
 
 
@@ -4134,6 +4156,9 @@ def check_outputs(args: argparse.Namespace, inputs: Sequence[str]) -> None:
 
 def measure_command(argv: Sequence[str]) -> int:
     """measure: prompts -> plan -> readings -> comparison -> notebook and terminal."""
+    if "-h" in argv or "--help" in argv:
+        print_lines([(__doc__ or "").rstrip()])
+        return MEASURED
     args = measure_parser().parse_args(argv)
     args.command = shlex.join(["measure_speculative.py", *argv])
     say = (lambda words: None) if args.quiet else say_on_stderr

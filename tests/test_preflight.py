@@ -1,5 +1,6 @@
 """Before the first request: what a server is, whether it can be measured, and whether the command makes sense."""
 
+import argparse
 import json
 import os
 import pathlib
@@ -393,7 +394,7 @@ class Help(unittest.TestCase):
         self.assertEqual(expected, {name: getattr(args, name) for name in expected})
 
     def test_the_examples_in_the_help_are_accepted(self):
-        text = ms.EPILOG.split("other commands")[0].replace("\\\n", " ")
+        text = ms.__doc__.split("what to measure")[0].split("examples:")[1].replace("\\\n", " ")
         lines = [line.split()[1:] for line in text.splitlines() if "measure_speculative.py" in line]
         self.assertGreaterEqual(len(lines), 3)
         for words in lines:
@@ -459,26 +460,32 @@ assert set(threading.enumerate()) == before
 
     @unittest.skipUnless(hasattr(os, "wait4"), "this system tells no CPU time of a single child")
     def test_help_costs_little_cpu_time(self):
-        """The wish was 1.5 times these three imports.  CPython compiles a script at every start, which alone takes as long as
-        the imports for one file of this size; so this looks at the module with its bytecode cached, as the installed
-        command runs it, and bounds what is left."""
+        """The promise is 1.5 times these three imports, and 1.36 (3.9) to 1.48 (3.13) was seen; 0.2 is room for noise.
+
+        CPython compiles a script at every start, so most of it is the size of the file.
+        """
         imports = ["-c", "import argparse, json, urllib.request"]
-        shown = ["-m", "measure_speculative", "--help"]
-        with tempfile.TemporaryDirectory() as cache:
-            env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-            env["PYTHONPYCACHEPREFIX"] = cache
+        shown = [str(PROGRAM), "--help"]
 
-            def cpu_s(words):
-                child = subprocess.Popen([sys.executable, *words], cwd=PROGRAM.parent, env=env, stdout=subprocess.DEVNULL)
-                _, status, usage = os.wait4(child.pid, 0)
-                child.returncode = status
-                self.assertEqual(0, status)
-                return usage.ru_utime + usage.ru_stime
+        def cpu_s(words):
+            child = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+            _, status, usage = os.wait4(child.pid, 0)
+            child.returncode = status
+            self.assertEqual(0, status)
+            return usage.ru_utime + usage.ru_stime
 
-            for words in (imports, shown):
-                cpu_s(words)    # fills the cache
-            runs = [(cpu_s(imports), cpu_s(shown)) for _ in range(5)]
-        self.assertLessEqual(min(run[1] for run in runs), 2.5 * min(run[0] for run in runs))
+        runs = [(cpu_s(imports), cpu_s(shown)) for _ in range(15)]
+        self.assertLessEqual(min(run[1] for run in runs), 1.7 * min(run[0] for run in runs))
+
+    def test_the_help_page_tells_every_flag_and_its_default(self):
+        page = subprocess.run([sys.executable, str(PROGRAM), "--help"], capture_output=True, text=True, timeout=30).stdout
+        for action in ms.measure_parser()._actions:
+            rows = [line for line in page.splitlines() if line.startswith("  --")]
+            told = next((line for line in rows if action.option_strings[-1] in line), None)
+            self.assertIsNotNone(told, action.option_strings)
+            if (isinstance(action.default, (str, float)) and action.default != argparse.SUPPRESS) or action.default in (1, 10, 192):
+                self.assertIn("%g" % action.default if isinstance(action.default, (int, float)) else action.default.replace(
+                    "unknown", "detected"), told)
 
 
 class Recorded(unittest.TestCase):
