@@ -4160,7 +4160,7 @@ def measure_command(argv: Sequence[str]) -> int:
         print_lines([(__doc__ or "").rstrip()])
         return MEASURED
     args = measure_parser().parse_args(argv)
-    args.command = shlex.join(["measure_speculative.py", *argv])
+    args.command = redacted(shlex.join(["measure_speculative.py", *argv]), api_key(args.api_key_env))
     say = (lambda words: None) if args.quiet else say_on_stderr
     arms = arms_of(args)
     prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])

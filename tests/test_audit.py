@@ -352,8 +352,9 @@ class Servers(unittest.TestCase):
 
     def test_memory_of_llama_is_its_context_for_each_slot(self):
         props = {"default_generation_settings": {"n_ctx": 2048}, "total_slots": 4, "build_info": "b1-a"}
-        with FakeServer("llama.cpp", pages={"/props": props}) as server:
-            self.assertEqual(8192, measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"])
+        for slots in ([{"n_ctx": 2048}] * 4, (501, "application/json", b'{"error": {"message": "slots are off"}}')):
+            with FakeServer("llama.cpp", pages={"/props": props, "/slots": slots}) as server:
+                self.assertEqual(8192, measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"])
 
     def test_server_that_tells_no_memory_gets_no_line(self):
         outcome, _, _ = run_pair("plain")
