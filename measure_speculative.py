@@ -967,16 +967,15 @@ def metrics_snapshot(endpoint: Endpoint) -> Snapshot:
     if endpoint.metrics_url is None:
         return Snapshot(None, "no metrics page is known for this engine")
     key = endpoint.key if same_server(endpoint.metrics_url, endpoint.api) else ""
+    where = redacted(endpoint.metrics_url, endpoint.key).partition("?")[0]
     try:
         text, headers = get_text(endpoint.metrics_url, key, min(endpoint.timeout_s, SIDE_TIMEOUT_S))
     except RequestFailed as error:
         hint = "start llama-server with --metrics, SGLang with --enable-metrics"
         if error.status in (401, 403):
             hint = "it wants a key, which goes to the server's own address only"
-        where = redacted(endpoint.metrics_url, endpoint.key).partition("?")[0]
         return Snapshot(None, f"{where}: {error} ({hint})")
     snapshot = snapshot_of(text, headers, endpoint.model)
-    where = redacted(endpoint.metrics_url, endpoint.key).partition("?")[0]
     return replace(snapshot, unavailable=f"{where}: {snapshot.unavailable}") if snapshot.unavailable else snapshot
 
 
@@ -2199,6 +2198,11 @@ class Unit(NamedTuple):
     clock: str | None = None
 
 
+def clock_of(source: str | None) -> str:
+    """The kind of clock behind a decode time: only times of one kind are compared."""
+    return (source or "none").partition("-")[0]
+
+
 def units_of(run: Run, runs: Sequence[Run], workload: str | None = None, decode: bool = False) -> dict[Any, Unit]:
     """What the speeds of this arm are made of: the pairs, or under load the blocks, that all of `runs` completed."""
     if all(each.conditions["concurrency"] > 1 for each in runs) and not decode:
@@ -2211,7 +2215,7 @@ def units_of(run: Run, runs: Sequence[Run], workload: str | None = None, decode:
         if answer and reading.pair in pairs and workload in (None, reading.workload):
             units[reading.pair] = Unit(reading.prompt_index, answer.completion_tokens, answer.latency_s)
             if decode:
-                clock = (answer.decode_source or "none").partition("-")[0]
+                clock = clock_of(answer.decode_source)
                 units[reading.pair] = Unit(reading.prompt_index, answer.decode_tokens, answer.decode_s, clock)
     return units
 
@@ -2428,7 +2432,7 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
     record = acceptance_record(acceptance, drafts.tokens, drafts.answers) or {}
     targets = target_steps(acceptance, drafts.tokens, drafts.answers)
     length, alpha = record["tokens_per_target_step"], record["alpha"]
-    same_clock = (baseline.decode_source or "")[:6] == (candidate.decode_source or "")[:6]
+    same_clock = clock_of(baseline.decode_source) == clock_of(candidate.decode_source)
     pace = ratio_of(baseline.decode_tokens_per_s, candidate.decode_tokens_per_s) if same_clock else None
     cost = pace * length if pace is not None and length is not None else None
     drafts_per_step = ratio_of(acceptance.drafted, targets)
@@ -2857,6 +2861,7 @@ def differing_conditions(baseline: Run, candidate: Run) -> list[str]:
 # ---- report -----------------------------------------------------------------------------------------------
 
 VERDICT_WORDS = {"pays": "PAYS", "does-not-pay": "DOES NOT PAY", "undecided": "UNDECIDED", None: "DID NOT RUN"}
+RATIO_NOTE = "Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time."
 WORKLOAD_COLUMNS = ("Workload", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Verdict",
                     "Acceptance", "Completions identical")
 
@@ -2922,6 +2927,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [list(header), rule, *body])
 
 
+def arm_of(record: JSON) -> str:
+    """The arm that an endpoint record is about."""
+    return str(record["label"].rsplit("/", 1)[-1])
+
+
 def workload_rows(record: JSON) -> list[list[str]]:
     """A row for each kind of work and, where there are several, one for all."""
     parts = list(record["workloads"])
@@ -2942,7 +2952,7 @@ def workload_rows(record: JSON) -> list[list[str]]:
 def endpoint_lines(records: Sequence[JSON]) -> list[str]:
     """Who was measured, and how much of it came back."""
     rows = [[
-        record["label"].rsplit("/", 1)[-1], record["base_url"],
+        arm_of(record), record["base_url"],
         f"{record['engine']} {record['engine_version']}".replace(" unknown", ""),
         f"{record['completed']} of {record['requests']}", figure(record["output_tokens_per_s"]),
         figure(record["decode_tokens_per_s"]),
@@ -3130,7 +3140,7 @@ def audit_lines(records: Sequence[JSON]) -> list[str]:
     """The audit in plain words, each finding once, with the arm that it is about."""
     lines: dict[str, None] = {}
     for record in records:
-        arm = record["label"].rsplit("/", 1)[-1] + ": " if record["kind"] == "endpoint" else ""
+        arm = arm_of(record) + ": " if record["kind"] == "endpoint" else ""
         for found in record["audit"]:
             lines[f"Note: {arm}{found['detail']} [{found['finding']}]"] = None
     return list(lines)
@@ -3174,7 +3184,7 @@ def sentence(record: JSON) -> str:
 def comparison_lines(record: JSON) -> list[str]:
     """The whole report on one candidate."""
     lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)),
-             "Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time.", ""]
+             RATIO_NOTE, ""]
     if record["concurrency"] == 1 or record["break_even"]["tokens_per_step"] is not None:
         lines += draft_lines(record)[1:] + explanation_lines(record)
     lines += text_lines(record)
@@ -3245,7 +3255,7 @@ def result_lines(result: Result) -> list[str]:
         lines += ranking_lines(result.comparisons)
     for record in result.endpoints if not result.comparisons else []:
         lines += single_lines(record)
-    lines += [f"{r['label'].rsplit('/', 1)[-1]}: {r['failed']} of {r['requests']} requests failed; the first: "
+    lines += [f"{arm_of(r)}: {r['failed']} of {r['requests']} requests failed; the first: "
               f"{r['first_error']}" for r in result.endpoints if r["failed"]]
     lines += memory_lines(result.endpoints) + audit_lines(result.records()) + [""]
     lines += [(f"{r['candidate']}: " if len(result.comparisons) > 1 else "") + sentence(r)
@@ -3290,7 +3300,7 @@ def memory_lines(endpoints: Sequence[JSON]) -> list[str]:
         words = [f"cache for {cache} tokens"] if cache else []
         words += [f"{resident / 2**20:.0f} MiB resident"] if resident else []
         if words:
-            told.append(f"{record['label'].rsplit('/', 1)[-1]} {', '.join(words)}")
+            told.append(f"{arm_of(record)} {', '.join(words)}")
     return [f"Memory: {'; '.join(told)}."] if told else []
 
 
@@ -3301,7 +3311,7 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None, comma
     title = "Greedy text that changes" if changed else "No text changed"
     lines = [f"# {title} with speculative decoding" + (f", {level} requests at a time" if level > 1 else ""), ""]
     for record in result.endpoints:
-        lines.append(f"- {record['label'].rsplit('/', 1)[-1]}: {record['engine']} {record['engine_version']}, model "
+        lines.append(f"- {arm_of(record)}: {record['engine']} {record['engine_version']}, model "
                      f"`{record['model']}`, "
                      f"POST /v1/chat/completions with temperature {record['temperature']}, seed {record['seed']}, "
                      f"max_tokens {record['max_tokens']}")
@@ -3408,7 +3418,7 @@ def markdown_report(records: Sequence[JSON]) -> str:
         same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
         levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
         lines += [f"## {one_printable_line(label)}", "", *map(printable, (sentence(r) for r in levels)), ""]
-        lines += ["Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time.", ""]
+        lines += [RATIO_NOTE, ""]
         for record in levels:
             if len(levels) > 1:
                 lines += [f"Load {record['concurrency']}:", ""]
@@ -4161,7 +4171,7 @@ def measure_command(argv: Sequence[str]) -> int:
         return MEASURED
     args = measure_parser().parse_args(argv)
     args.command = redacted(shlex.join(["measure_speculative.py", *argv]), api_key(args.api_key_env))
-    say = (lambda words: None) if args.quiet else say_on_stderr
+    say = speaker(args.quiet)
     arms = arms_of(args)
     prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])
     check_outputs(args, [file for path in args.prompts for file in _prompt_files(path)])
@@ -4198,7 +4208,7 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     if not records:
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
         return INTERRUPTED
-    say = (lambda words: None) if args.quiet else say_on_stderr
+    say = speaker(args.quiet)
     troubles = [trouble] if trouble else []
     try:
         alarms = alarms_of(args, records, say)
@@ -4270,7 +4280,7 @@ def compare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="compare although conditions differ, and mark the record")
     args = parser.parse_args(argv)
     args.command = shlex.join(["measure_speculative.py", "compare", *argv])
-    say = (lambda words: None) if args.quiet else say_on_stderr
+    say = speaker(args.quiet)
     levels, triage = runs_to_compare(args.baseline, args.speculative, say)
     check_outputs(args, [args.baseline, *args.speculative])
     measured = []
@@ -4570,6 +4580,11 @@ def say_on_stderr(words: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(one_printable_line(words) + "\n")
         sys.stderr.flush()
+
+
+def speaker(quiet: bool) -> Callable[[str], None]:
+    """What takes words for the user beside the results; nothing does where it has to be quiet."""
+    return (lambda words: None) if quiet else say_on_stderr
 
 
 def print_lines(lines: Sequence[str]) -> None:
