@@ -80,6 +80,7 @@ import errno
 import functools
 import hashlib
 import http.client
+import itertools
 import json
 import math
 import queue
@@ -126,6 +127,8 @@ PLAUSIBLE_VERIFICATION = 0.5  # target steps; a verification reads the weights o
 LONGEST_CHAIN = 1000  # a longer one stands in no server: its counters are wrong
 
 JSON = dict[str, Any]
+Say = Callable[[str], None]  # takes one line for the user
+Logs = Sequence[Sequence[float]]  # logarithms of ratios or rates: the repeats of each prompt
 
 
 class MeasureError(Exception):
@@ -580,7 +583,7 @@ def get_json(url: str, key: str, timeout_s: float) -> tuple[Any, http.client.HTT
     return scrubbed(loads(text), key), headers
 
 
-def patiently(call: Callable[[], Any], say: Callable[[str], None], who: str) -> tuple[Any, float]:
+def patiently(call: Callable[[], Any], say: Say, who: str) -> tuple[Any, float]:
     """(result, seconds waited): repeats `call` while the server answers 503 or 429, MAX_WAIT_S at most."""
     waited, growing, next_word = 0.0, 1.0, 0.0
     while True:
@@ -1099,18 +1102,6 @@ class Acceptance:
     rejections: int | None = None  # steps that ended in one; else derived from the positions
 
 
-def _from_histogram(source: str, block: JSON, steps: str, drafted: str, accepted: str,
-                    histogram: str) -> Acceptance | None:
-    """From a block with a histogram: h[j] steps had exactly j drafts accepted, so position i has the sum over j > i."""
-    if as_count(block.get(steps)) is None and as_count(block.get(accepted)) is None:
-        return None
-    raw = block.get(histogram)
-    counts = [as_count(value) or 0 for value in raw] if isinstance(raw, list) and len(raw) <= LONGEST_CHAIN else []
-    positions = tuple(sum(counts[i:]) for i in range(1, len(counts))) if counts else None
-    return Acceptance(source, as_count(block.get(steps)), as_count(block.get(drafted)), as_count(block.get(accepted)),
-                      positions)
-
-
 def from_timings(statistics: JSON) -> Acceptance | None:
     """llama.cpp, ik_llama.cpp, mlx-vlm (which also tells its rounds) and servers that copied their `timings`."""
     timings = as_dict(statistics.get("timings"))
@@ -1120,45 +1111,52 @@ def from_timings(statistics: JSON) -> Acceptance | None:
     return Acceptance("timings", as_count(timings.get("draft_rounds")), drafted, accepted)
 
 
-def from_vllm_answer(statistics: JSON) -> Acceptance | None:
-    """vLLM with --per-request-spec-decode-metrics."""
-    block = as_dict(as_dict(statistics.get("metrics")).get("speculative_decoding"))
-    return _from_histogram("response", block, "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
-                           "acceptance_histogram")
+# Blocks with a histogram: where they stand, and what they call the steps, the drafted and the accepted tokens.
+HISTOGRAM_BLOCKS = (
+    # vLLM with --per-request-spec-decode-metrics
+    (("metrics", "speculative_decoding"), "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
+     "acceptance_histogram"),
+    # SGLang asked for return_spec_tokens_details, or its own route; drafted is nominal there
+    (("sglext", "spec_tokens_details"), "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts",
+     "spec_correct_drafts_histogram"),
+    (("meta_info",), "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts",
+     "spec_correct_drafts_histogram"),
+    # TensorRT-LLM, inside the choice
+    (("choice",), "num_spec_steps", "total_draft_tokens", "total_accepted_draft_tokens", "acceptance_histogram"),
+)
 
 
-def from_sglang_answer(statistics: JSON) -> Acceptance | None:
-    """SGLang asked for return_spec_tokens_details, or its own route's meta_info; drafted is nominal there."""
-    details = as_dict(statistics.get("sglext")).get("spec_tokens_details")
-    block = as_dict(details) or as_dict(statistics.get("meta_info"))
-    return _from_histogram("response", block, "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts",
-                           "spec_correct_drafts_histogram")
+def from_histogram_block(statistics: JSON) -> Acceptance | None:
+    """vLLM, SGLang, TensorRT-LLM: h[j] steps had exactly j drafts accepted, so position i has the sum over j > i."""
+    for path, *names, histogram in HISTOGRAM_BLOCKS:
+        block = functools.reduce(lambda outer, name: as_dict(outer.get(name)), path, statistics)
+        steps, drafted, accepted = (as_count(block.get(name)) for name in names)
+        if steps is not None or accepted is not None:
+            raw = block.get(histogram)
+            counts = [as_count(n) or 0 for n in raw] if isinstance(raw, list) and len(raw) <= LONGEST_CHAIN else []
+            positions = tuple(sum(counts[i:]) for i in range(1, len(counts))) if counts else None
+            return Acceptance("response", steps, drafted, accepted, positions)
+    return None
 
 
-def from_tensorrt_choice(statistics: JSON) -> Acceptance | None:
-    """TensorRT-LLM's block inside the choice."""
-    return _from_histogram("response", as_dict(statistics.get("choice")), "num_spec_steps", "total_draft_tokens",
-                           "total_accepted_draft_tokens", "acceptance_histogram")
-
-
-def from_lm_studio(statistics: JSON) -> Acceptance | None:
-    """LM Studio's `stats`; drafts it ignored were never verified and do not count as drafted."""
-    stats = as_dict(statistics.get("stats"))
-    accepted = as_count(stats.get("accepted_draft_tokens_count"))
-    rejected = as_count(stats.get("rejected_draft_tokens_count"))
+def _from_rejected(block: JSON, accepted_name: str, rejected_name: str) -> Acceptance | None:
+    accepted, rejected = as_count(block.get(accepted_name)), as_count(block.get(rejected_name))
     if accepted is None or rejected is None:
         return None
     return Acceptance("response", None, accepted + rejected, accepted)
 
 
+def from_lm_studio(statistics: JSON) -> Acceptance | None:
+    """LM Studio's `stats`; drafts it ignored were never verified and do not count as drafted."""
+    return _from_rejected(as_dict(statistics.get("stats")), "accepted_draft_tokens_count",
+                          "rejected_draft_tokens_count")
+
+
 def from_usage_details(statistics: JSON) -> Acceptance | None:
     """tabbyAPI and gateways; many servers that never draft send both fields as 0, which tells nothing."""
-    details = as_dict(statistics.get("usage_details"))
-    accepted = as_count(details.get("accepted_prediction_tokens"))
-    rejected = as_count(details.get("rejected_prediction_tokens"))
-    if accepted is None or rejected is None or accepted + rejected == 0:
-        return None
-    return Acceptance("response", None, accepted + rejected, accepted)
+    found = _from_rejected(as_dict(statistics.get("usage_details")), "accepted_prediction_tokens",
+                           "rejected_prediction_tokens")
+    return found if found and found.drafted else None
 
 
 def from_koboldcpp(statistics: JSON) -> Acceptance | None:
@@ -1170,10 +1168,7 @@ def from_koboldcpp(statistics: JSON) -> Acceptance | None:
     return Acceptance("response", None, None, accepted, None, failures)
 
 
-ANSWER_SOURCES = (
-    from_timings, from_vllm_answer, from_sglang_answer, from_tensorrt_choice, from_lm_studio, from_usage_details,
-    from_koboldcpp,
-)
+ANSWER_SOURCES = (from_timings, from_histogram_block, from_lm_studio, from_usage_details, from_koboldcpp)
 
 
 def _counted(samples: Sequence[Sample], name: str) -> int | None:
@@ -1218,10 +1213,9 @@ def from_old_llama_counters(samples: Sequence[Sample], tokens: int | None, answe
     """llama.cpp forks and unmerged builds under two older spellings."""
     for drafted, accepted in (("draft_tokens", "draft_tokens_accepted"),
                               ("spec_tokens_drafted", "spec_tokens_accepted")):
-        count = _counted(samples, "llamacpp:" + drafted)
-        if count is not None:
-            steps = _counted(samples, "llamacpp:draft_verify_steps")
-            return Acceptance("metrics", steps, count, _counted(samples, "llamacpp:" + accepted))
+        if (count := _counted(samples, "llamacpp:" + drafted)) is not None:
+            return Acceptance("metrics", _counted(samples, "llamacpp:draft_verify_steps"), count,
+                              _counted(samples, "llamacpp:" + accepted))
     return None
 
 
@@ -1290,18 +1284,12 @@ def added_acceptance(parts: Sequence[Acceptance]) -> Acceptance | None:
     """The sum; a figure that one part lacks is unknown in the sum."""
     if not parts:
         return None
-
-    def total(name: str) -> int | None:
-        values = [getattr(part, name) for part in parts]
-        return None if None in values else sum(values)
-
-    positions = None
-    if all(part.per_position is not None for part in parts):
-        length = max(len(part.per_position or ()) for part in parts)
-        positions = tuple(sum((part.per_position or ())[i : i + 1][0] if i < len(part.per_position or ()) else 0
-                              for part in parts) for i in range(length))
     source = "+".join(dict.fromkeys(part.source for part in parts))
-    return Acceptance(source, total("steps"), total("drafted"), total("accepted"), positions, total("rejections"))
+    columns = [part.per_position for part in parts if part.per_position is not None]
+    positions = tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0))) if len(columns) == len(parts) else None
+    return Acceptance(source, sum_known(part.steps for part in parts), sum_known(part.drafted for part in parts),
+                      sum_known(part.accepted for part in parts), positions,
+                      sum_known(part.rejections for part in parts))
 
 
 def joined_acceptance(answers: Acceptance | None, counters: Acceptance | None) -> tuple[Acceptance | None, str | None]:
@@ -1312,13 +1300,10 @@ def joined_acceptance(answers: Acceptance | None, counters: Acceptance | None) -
         mine, theirs = getattr(answers, name), getattr(counters, name)
         if mine is not None and theirs is not None and abs(mine - theirs) > FOREIGN_SHARE * max(mine, theirs, 100):
             return answers, f"the answers tell {mine} {name}, the counters {theirs}"
-    filled = replace(
-        answers,
-        steps=counters.steps if answers.steps is None else answers.steps,
-        drafted=counters.drafted if answers.drafted is None else answers.drafted,
-        per_position=counters.per_position if answers.per_position is None else answers.per_position,
-    )
-    return (filled if filled == answers else replace(filled, source=f"{answers.source}+{counters.source}")), None
+    missing = {name: getattr(counters, name) for name in ("steps", "drafted", "per_position")
+               if getattr(answers, name) is None and getattr(counters, name) is not None}
+    source = f"{answers.source}+{counters.source}" if missing else answers.source
+    return replace(answers, source=source, **missing), None
 
 
 def target_steps(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
@@ -1522,7 +1507,7 @@ def _by_arm(blocks: list[Block]) -> list[Block]:
 class Recorder:
     """Where readings go as they are taken: kept, written to the run file at once, and shown as progress."""
 
-    def __init__(self, say: Callable[[str], None], file: BinaryIO | None, total: int, show: bool) -> None:
+    def __init__(self, say: Say, file: BinaryIO | None, total: int, show: bool) -> None:
         self.say, self.file, self.total, self.show = say, file, total, show
         self.readings: list[Reading] = []
         self.counted: list[Counted] = []
@@ -1564,7 +1549,7 @@ class Recorder:
             sys.stderr.write("\r" + " " * 78 + "\r")
 
 
-def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Callable[[str], None],
+def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say,
                  is_first: bool = False) -> Reading:
     """Send one planned request; whatever goes wrong becomes the reading's error.
 
@@ -1664,7 +1649,7 @@ def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts:
     return finished, waiting
 
 
-def warm_up(endpoints: Sequence[Endpoint], count: int, say: Callable[[str], None]) -> list[Answer | None]:
+def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Answer | None]:
     """The last discarded answer of each endpoint.  UsageError where a server refuses the request as it is.
 
     All arms get the same requests in the same order, the warm-up included: greedy text depends on a server's history.
@@ -2075,13 +2060,13 @@ def deviation(values: Sequence[float]) -> float | None:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def over_prompts(logs: Sequence[Sequence[float]]) -> Estimate | None:
+def over_prompts(logs: Logs) -> Estimate | None:
     """For prompts like these: repeats collapse to their median, since prompts are the sample and repeats are not."""
     medians = [median(repeats) for repeats in logs]
     return estimate(medians, deviation(medians), len(medians) - 1, len(medians)) if medians else None
 
 
-def over_repeats(logs: Sequence[Sequence[float]]) -> Estimate | None:
+def over_repeats(logs: Logs) -> Estimate | None:
     """For exactly these prompts: the mean of all pairs, with the spread of repeats within prompts."""
     everything = [value for repeats in logs for value in repeats]
     if not everything:
@@ -2091,7 +2076,7 @@ def over_repeats(logs: Sequence[Sequence[float]]) -> Estimate | None:
     return estimate(everything, math.sqrt(within / df) if df else None, df, len(logs))
 
 
-def stall_count(logs: Sequence[Sequence[float]]) -> int:
+def stall_count(logs: Logs) -> int:
     """Repeats far from their prompt's median, against the median residual of all: counted, never deleted."""
     residuals = [abs(value - median(repeats)) for repeats in logs for value in repeats]
     moved = [residual for residual in residuals if residual > 0]
@@ -2105,7 +2090,7 @@ def verdict_of(speed: Estimate | None, min_gain: float) -> str:
     return "pays" if speed.low > 1 + min_gain else "does-not-pay" if speed.high < 1 + min_gain else "undecided"
 
 
-def more_prompts(logs: Sequence[Sequence[float]], min_gain: float) -> str | None:
+def more_prompts(logs: Logs, min_gain: float) -> str | None:
     """How many more prompts might settle an undecided verdict, to one significant figure; None where unknowable.
 
     ((1.96 + 0.84) s / distance)^2 prompts give 80% power at the 5% level.
@@ -2153,16 +2138,14 @@ def drafts_of(run: Run, workload: str | None = None) -> Drafts:
     growth = added_growth([block_growth(block.before, block.after, block.tokens) for block in blocks])
     tokens = sum_known(answer.completion_tokens for answer in answers)
     count = sum(answer.completion_tokens != 0 for answer in answers)
-    told = [found for answer in answers if (found := acceptance_of_answer(answer.statistics))]
-    timed = [as_count(as_dict(answer.statistics.get("timings")).get("predicted_n")) or 0 for answer in answers]
+    told = added_acceptance([found for answer in answers if (found := acceptance_of_answer(answer.statistics))])
     block_tokens, block_answers = sum_known(block.tokens for block in blocks), sum(block.answers for block in blocks)
     counted = acceptance_of_counters(growth, block_tokens, block_answers)
-    if told and block_answers == count:
-        best, disagreement = joined_acceptance(added_acceptance(told), counted)
-        return Drafts(best, tokens, count, disagreement, growth)
     if told:
-        return Drafts(added_acceptance(told), tokens, count, None, growth)
-    if counted is None and timed and all(n > 1 for n in timed):
+        best, disagreement = joined_acceptance(told, counted if block_answers == count else None)
+        return Drafts(best, tokens, count, disagreement, growth)
+    timed = [as_count(as_dict(answer.statistics.get("timings")).get("predicted_n")) or 0 for answer in answers]
+    if counted is None and timed and min(timed) > 1:
         # timings without draft fields: engines that have the fields leave them out where nothing was drafted
         return Drafts(Acceptance("timings", None, 0, 0), tokens, count, None, growth)
     if run.conditions["shared_server"] and run.conditions["arm_extras"]:
@@ -2209,15 +2192,12 @@ def units_of(run: Run, runs: Sequence[Run], workload: str | None = None, decode:
         blocks = usable_blocks(runs)
         counted = {(c.workload, c.repeat): c for c in run.counted if workload in (None, c.workload)}
         return {key: Unit(key, c.tokens, c.elapsed_s) for key, c in counted.items() if key in blocks}
-    pairs, units = usable_pairs(runs), {}
-    for reading in run.readings:
-        answer = reading.answer
-        if answer and reading.pair in pairs and workload in (None, reading.workload):
-            units[reading.pair] = Unit(reading.prompt_index, answer.completion_tokens, answer.latency_s)
-            if decode:
-                clock = clock_of(answer.decode_source)
-                units[reading.pair] = Unit(reading.prompt_index, answer.decode_tokens, answer.decode_s, clock)
-    return units
+    pairs = usable_pairs(runs)
+    return {
+        r.pair: Unit(r.prompt_index, r.answer.decode_tokens, r.answer.decode_s, clock_of(r.answer.decode_source))
+        if decode else Unit(r.prompt_index, r.answer.completion_tokens, r.answer.latency_s)
+        for r in run.readings if r.answer and r.pair in pairs and workload in (None, r.workload)
+    }
 
 
 def log_rates(units: dict[Any, Unit], against: dict[Any, Unit] | None = None) -> list[list[float]]:
@@ -2274,76 +2254,77 @@ def finding(name: str, detail: str, **numbers: Any) -> JSON:
 DISTURBANCES = ("foreign-traffic", "counter-reset")
 
 
-def arm_findings(run: Run) -> list[JSON]:
+def arm_findings(run: Run) -> Iterator[JSON]:
     """What must be known about one arm before its figures are believed."""
-    found: list[JSON] = list(run.conditions["findings"])
+    yield from run.conditions["findings"]
     drafts, answers = drafts_of(run), [r.answer for r in run.completed() if r.answer]
-    whole = counter_growth(run.counted[0].before, run.counted[-1].after) if run.counted else drafts.growth
-    if drafts.growth.reset or whole.reset:
-        words = f"{whole.void or drafts.growth.void}; its figures and its cache are of two servers"
-        found.append(finding("counter-reset", words))
-    elif drafts.growth.samples is None and not any(f["finding"] == "metrics-unavailable" for f in found):
+    growth, acceptance = drafts.growth, drafts.acceptance
+    whole = counter_growth(run.counted[0].before, run.counted[-1].after) if run.counted else growth
+    if growth.reset or whole.reset:
+        yield finding("counter-reset", f"{whole.void or growth.void}; its figures and its cache are of two servers")
+    elif growth.samples is None and not any(f["finding"] == "metrics-unavailable" for f in run.conditions["findings"]):
         unread = "interrupted before the counters were read" if run.interrupted else "no metrics were read"
-        found.append(finding("metrics-unavailable", (run.counted and drafts.growth.void) or unread))
-    elif drafts.acceptance is None and spec_delta(drafts.growth):
-        found.append(finding("metrics-unavailable",
-                             "the page has speculation counters of an unknown kind; no rate is made of them"))
+        yield finding("metrics-unavailable", (run.counted and growth.void) or unread)
+    elif acceptance is None and spec_delta(growth):
+        yield finding("metrics-unavailable",
+                      "the page has speculation counters of an unknown kind; no rate is made of them")
     if drafts.disagreement:
-        found.append(finding("sources-disagree", drafts.disagreement + "; the answers are believed"))
+        yield finding("sources-disagree", drafts.disagreement + "; the answers are believed")
     rate = (drafts.record() or {}).get("rate")
     if rate is not None and rate > 1:
-        found.append(finding("rate-above-one",
-                             f"more tokens accepted than drafted (rate {rate:.3f}): a server's count is wrong",
-                             rate=rate))
-    found += _foreign_traffic(run)
-    if drafts.acceptance is None and (mean := run.conditions["server"].get("lifetime_accept_length")):
-        found.append(finding("lifetime-only",
-                             f"acceptance is told only as a mean since the server's start ({mean:.2f} tokens "
-                             "per step); it is not of this run", mean_length=mean))
-    peak = max((c.waiting or 0.0 for c in run.counted), default=0.0)
-    if peak > 0:
-        found.append(finding("queueing", f"up to {peak:.0f} request{'s' * (peak != 1)} queued at the server: it "
-                                         f"holds fewer at once than "
-                             f"{run.conditions['concurrency']}, so this level measures the queue", waiting=peak))
-    for name, some, words in (
-        ("undecodable-text", [a for a in answers if a.undecodable],
+        words = f"more tokens accepted than drafted (rate {rate:.3f}): a server's count is wrong"
+        yield finding("rate-above-one", words, rate=rate)
+    if extra := _foreign_tokens(run):
+        words = f"the server generated {extra} tokens more than this program received: another client used it, so "
+        yield finding("foreign-traffic", words + "speeds, counters and text may be disturbed", foreign_tokens=extra)
+    if acceptance is None and (mean := run.conditions["server"].get("lifetime_accept_length")):
+        words = f"acceptance is told only as a mean since the server's start ({mean:.2f} tokens per step); it is not "
+        yield finding("lifetime-only", words + "of this run", mean_length=mean)
+    if peak := max((c.waiting or 0.0 for c in run.counted), default=0.0):
+        words = (f"up to {plural(round(peak), 'request')} queued at the server: it holds fewer at once than "
+                 f"{run.conditions['concurrency']}, so this level measures the queue")
+        yield finding("queueing", words, waiting=peak)
+    for name, count, words in (
+        ("undecodable-text", sum(answer.undecodable for answer in answers),
          "answers held bytes that are no UTF-8, shown as U+FFFD"),
-        ("usage-missing", [a for a in answers if a.completion_tokens is None],
+        ("usage-missing", sum(answer.completion_tokens is None for answer in answers),
          "answers came without a token count of their own; rates are left out, never guessed"),
-        ("waited", [r for r in run.readings if r.waited_s > 0],
+        ("waited", sum(reading.waited_s > 0 for reading in run.readings),
          "requests had to wait for a 503 or 429 first (not timed)"),
     ):
-        if some:
-            found.append(finding(name, f"{len(some)} {words}", count=len(some)))
+        if count:
+            yield finding(name, f"{count} {words}", count=count)
     if run.interrupted:
-        count = len(run.readings)
-        found.append(finding("interrupted", f"interrupted after {count} request{'s' * (count != 1)} of this arm"))
-    return found
+        yield finding("interrupted", f"interrupted after {plural(len(run.readings), 'request')} of this arm")
 
 
-def _foreign_traffic(run: Run) -> list[JSON]:
-    """More tokens generated than received: another client used the server.  Silent where it cannot be known."""
+def _foreign_tokens(run: Run) -> int | None:
+    """How many tokens more were generated than received; None where it cannot be known, or where it is too little."""
     received = sum_known(block.tokens for block in run.counted)
     if not run.counted or received is None or run.interrupted or any(not r.answer for r in run.readings):
-        return []
+        return None
     whole = counter_growth(run.counted[0].before, run.counted[-1].after)
     if run.conditions["shared_server"]:  # between this arm's blocks the other arm used it
         whole = added_growth([counter_growth(block.before, block.after) for block in run.counted])
     generated = generated_tokens(whole)
-    if generated is None or generated <= received * (1 + FOREIGN_SHARE):
-        return []
-    extra = round(generated - received)
-    return [finding("foreign-traffic", f"the server generated {extra} tokens more than this program received: "
-                                       f"another client "
-                    "used it, so speeds, counters and text may be disturbed", foreign_tokens=extra)]
+    too_many = generated is not None and generated > received * (1 + FOREIGN_SHARE)
+    return round(generated - received) if too_many and generated is not None else None
+
+
+def _by_series(samples: Iterable[Sample]) -> JSON:
+    """The values of the speculation series among them, under the server's own names, positions in numeric order."""
+
+    def place(sample: Sample) -> tuple[str, int, str]:
+        position = position_of(sample)
+        return sample.name, -1 if position is None else position, sample.series
+
+    kept = sorted((s for s in samples if _SPECULATION.match(s.name)), key=place)
+    return {s.series: int(s.value) if s.value == int(s.value) else s.value for s in kept}
 
 
 def spec_delta(growth: Growth) -> JSON | None:
-    """Growth of every speculation counter under the server's own name, positions in numeric order."""
-    if growth.samples is None:
-        return None
-    kept = [s for s in growth.samples if _SPECULATION.match(s.name)]
-    return {s.series: tidy(s.value) for s in sorted(kept, key=_series_order)}
+    """Growth of every speculation counter."""
+    return None if growth.samples is None else _by_series(growth.samples)
 
 
 def spec_gauges(run: Run) -> JSON | None:
@@ -2351,18 +2332,12 @@ def spec_gauges(run: Run) -> JSON | None:
     samples = run.counted[-1].after.samples if run.counted else None
     if samples is None:
         return None
-    kept = [s for s in samples if _SPECULATION.match(s.name) and not is_counter(s) and not s.name.endswith("_created")]
-    return {s.series: tidy(s.value) for s in sorted(kept, key=_series_order)}
+    return _by_series(s for s in samples if not is_counter(s) and not s.name.endswith("_created"))
 
 
-def _series_order(sample: Sample) -> tuple[str, int, str]:
-    position = position_of(sample)
-    return sample.name, -1 if position is None else position, sample.series
-
-
-def tidy(value: float) -> int | float:
-    """A whole number without its decimal point."""
-    return int(value) if value == int(value) else value
+def copied(source: JSON, *names: str) -> JSON:
+    """These entries of an object."""
+    return {name: source[name] for name in names}
 
 
 def workloads_of(runs: Sequence[Run]) -> list[str]:
@@ -2372,9 +2347,8 @@ def workloads_of(runs: Sequence[Run]) -> list[str]:
 
 def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
     """What the lab notebook keeps of one arm; rates are over the pairs that all of `runs` completed."""
-    about, figures, drafts = run.conditions, figures_of(run, runs), drafts_of(run)
-    completed = run.completed()
-    answers = [r.answer for r in completed if r.answer]
+    about, figures, drafts, completed = run.conditions, figures_of(run, runs), drafts_of(run), run.completed()
+    answers, request = [r.answer for r in completed if r.answer], about["request"]
     tokens = sum_known(answer.completion_tokens for answer in answers)
     errors = [reading.error for reading in run.readings if reading.error]
     samples = (answer.statistics.get("timings") for answer in answers)
@@ -2391,8 +2365,7 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
 
     return {
         "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "label": f"{label}/{run.arm}", "kind": "endpoint",
-        "base_url": about["base_url"], "model": about["model"], "engine": about["engine"],
-        "engine_version": about["engine_version"], "max_tokens": about["request"].get("max_tokens"),
+        **copied(about, "base_url", "model", "engine", "engine_version"), "max_tokens": request.get("max_tokens"),
         "repeats": about["repeats"], "prompt_count": len(about["prompts"]), "requests": len(run.readings),
         "completed": len(completed), "failed": len(errors), "first_error": errors[0] if errors else None,
         "wall_s": figures.wall_s, "latency_s": figures.latency_s, "ttft_s": figures.ttft_s, "output_tokens": tokens,
@@ -2403,12 +2376,11 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
         "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
         "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(runs)],
         "cached_tokens": sum_known(answer.cached_tokens for answer in answers) if answers else None,
-        "audit": arm_findings(run), "server": about["server"], "context": about["server"].get("context"),
-        "seed": about["request"].get("seed"),
-        "temperature": about["request"].get("temperature"), "stream": about["stream"], "warmup": about["warmup"],
-        "order": about["order"], "concurrency": about["concurrency"], "interrupted": run.interrupted,
-        "prompts_sha256": prompts_digest(about), "simulated": about["simulated"],
-        "host": about["host"], "tool_version": about["tool_version"], "recorded_at": about["recorded_at"],
+        "audit": list(arm_findings(run)), "server": about["server"], "context": about["server"].get("context"),
+        "seed": request.get("seed"), "temperature": request.get("temperature"),
+        **copied(about, "stream", "warmup", "order", "concurrency"), "interrupted": run.interrupted,
+        "prompts_sha256": prompts_digest(about),
+        **copied(about, "simulated", "host", "tool_version", "recorded_at"),
     }
 
 
@@ -2423,23 +2395,21 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
     X = speculative decode seconds per target step / baseline decode seconds per token, so L / X is the measured
     decode ratio by construction; c = (X - 1) / drafts per target step.
     """
-    result: JSON = {"applies": "no-acceptance", "alpha": None, "alpha_needed": None, "tokens_per_step": None,
-                    "step_cost": None, "draft_cost": None, "chain": None, "best_chain": None, "predicted": None,
-                    "fit": fit}
-    acceptance = drafts.acceptance
-    if acceptance is None or not drafts.seen:
+    result: JSON = {"applies": "no-acceptance", **dict.fromkeys((
+        "alpha", "alpha_needed", "tokens_per_step", "step_cost", "draft_cost", "chain", "best_chain", "predicted",
+    )), "fit": fit}
+    acceptance, record = drafts.acceptance, drafts.record()
+    if acceptance is None or record is None or not drafts.seen:
         return result
-    record = acceptance_record(acceptance, drafts.tokens, drafts.answers) or {}
-    targets = target_steps(acceptance, drafts.tokens, drafts.answers)
     length, alpha = record["tokens_per_target_step"], record["alpha"]
     same_clock = clock_of(baseline.decode_source) == clock_of(candidate.decode_source)
     pace = ratio_of(baseline.decode_tokens_per_s, candidate.decode_tokens_per_s) if same_clock else None
     cost = pace * length if pace is not None and length is not None else None
-    drafts_per_step = ratio_of(acceptance.drafted, targets)
+    per_step = drafts_per_target_step(drafts)
     chain = fixed_chain(acceptance, drafts.tokens, drafts.answers)
-    draft_cost = ratio_of(cost - 1, drafts_per_step) if cost is not None else None
+    draft_cost = ratio_of(cost - 1, per_step) if cost is not None else None
     result.update(alpha=alpha, tokens_per_step=length, step_cost=cost, draft_cost=draft_cost,
-                  chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or drafts_per_step)
+                  chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or per_step)
     if cost is None:
         result["applies"] = "alpha" if chain else "varying-chain"
         return result
@@ -2452,20 +2422,22 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
         verifying, drafting = (fit["verification_cost"], fit["draft_cost"]) if fit else (1.0, draft_cost or 0.0)
         rates = (list(rates) + [0.0] * chain)[:chain]
         result["predicted"] = predicted_by_chain(rates, lambda k: verifying + k * drafting, max(2 * chain, 2))
-        best = max(result["predicted"], key=lambda entry: entry["predicted_speedup"])
         off = {"chain": 0, "predicted_speedup": 1.0, "extrapolated": False}
-        result["best_chain"] = best if best["predicted_speedup"] > 1 else off
+        result["best_chain"] = max([off, *result["predicted"]], key=lambda entry: entry["predicted_speedup"])
     return result
+
+
+def drafts_per_target_step(drafts: Drafts) -> float | None:
+    """Drafted tokens over all steps of the target, steps without a draft included."""
+    found = drafts.acceptance
+    return ratio_of(found.drafted, target_steps(found, drafts.tokens, drafts.answers)) if found else None
 
 
 def fit_of(explanations: Sequence[tuple[JSON, Drafts]]) -> JSON | None:
     """Verification and draft cost apart, from candidates with fixed chains of different length."""
-    points = []
-    for told, drafts in explanations:
-        targets = target_steps(drafts.acceptance, drafts.tokens, drafts.answers) if drafts.acceptance else None
-        per_step = ratio_of(drafts.acceptance.drafted if drafts.acceptance else None, targets)
-        if told["step_cost"] is not None and told["applies"] != "varying-chain" and per_step is not None:
-            points.append((per_step, told["step_cost"]))
+    points = [(per_step, told["step_cost"]) for told, drafts in explanations
+              if (per_step := drafts_per_target_step(drafts)) is not None
+              and told["step_cost"] is not None and told["applies"] != "varying-chain"]
     costs = fitted_costs(points)
     if costs is None or costs[0] < PLAUSIBLE_VERIFICATION or costs[1] < 0:
         return None
@@ -2483,67 +2455,68 @@ def noise_check(run: Run, other: Run) -> bool:
 
 
 def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_drafts: Drafts, drafts: Drafts,
-                  logs: Sequence[Sequence[float]]) -> list[JSON]:
+                  logs: Logs) -> Iterator[JSON]:
     """What must be known before the two arms are compared."""
-    found: list[JSON] = []
-    a, b = baseline.conditions, candidate.conditions
-    same = noise_check(baseline, candidate)
+    a, b, same = baseline.conditions, candidate.conditions, noise_check(baseline, candidate)
     if same_process(baseline, candidate):
         words = "this measures the noise, not speculation" if same else (
             "only the request fields differ, and its counters are of both arms together")
-        found.append(finding("same-server", f"both arms are the same server: {words}", noise=same))
+        yield finding("same-server", f"both arms are the same server: {words}", noise=same)
     elif base_drafts.seen:
-        found.append(finding("baseline-drafting",
-                             "the baseline server drafts too, so this is no comparison with plain decoding"))
+        yield finding("baseline-drafting",
+                      "the baseline server drafts too, so this is no comparison with plain decoding")
     if drafts.seen is False and not same:
-        found.append(finding("not-drafting",
-                             "speculation did not run: no draft was seen on the speculative server, so its "
-                             "speed says nothing about speculation"))
+        yield finding("not-drafting", "speculation did not run: no draft was seen on the speculative server, so its "
+                                      "speed says nothing about speculation")
     pairs = usable_pairs(runs)
-    cached = [sum_known(r.answer.cached_tokens for r in run.readings if r.answer and r.pair in pairs)
-              for run in (baseline, candidate)]
+    mine, theirs = (sum_known(r.answer.cached_tokens for r in run.readings if r.answer and r.pair in pairs)
+                    for run in (baseline, candidate))
     prompt = sum(r.answer.prompt_tokens or 0 for r in baseline.readings if r.answer and r.pair in pairs)
-    known = cached[0] is not None and cached[1] is not None and not same
-    if known and abs((cached[0] or 0) - (cached[1] or 0)) > max(0.01 * prompt, 1):
-        found.append(finding("cache-differs",
-                             f"prompt tokens from the cache: baseline {cached[0]}, {candidate.arm} {cached[1]}; "
-                             "restart both servers, or switch the cache off (llama.cpp: --extra-body "
-                             "'{\"cache_prompt\": false}')", baseline=cached[0], speculative=cached[1]))
-    found += server_differences(a, b) + sample_findings(logs, under_load=a["concurrency"] > 1)
+    if mine is not None and theirs is not None and not same and abs(mine - theirs) > max(0.01 * prompt, 1):
+        words = (f"prompt tokens from the cache: baseline {mine}, {candidate.arm} {theirs}; restart both servers, or "
+                 "switch the cache off (llama.cpp: --extra-body '{\"cache_prompt\": false}')")
+        yield finding("cache-differs", words, baseline=mine, speculative=theirs)
+    yield from server_differences(a, b)
+    yield from sample_findings(logs, under_load=a["concurrency"] > 1)
     for run in (baseline, candidate):  # these may be why texts differ, so they stand beside the comparison too
-        found += [{**entry, "detail": f"{run.arm}: {entry['detail']}"} for entry in arm_findings(run)
-                  if entry["finding"] in DISTURBANCES]
+        for entry in arm_findings(run):
+            if entry["finding"] in DISTURBANCES:
+                yield {**entry, "detail": f"{run.arm}: {entry['detail']}"}
     if baseline.interrupted or candidate.interrupted:
-        found.append(finding("interrupted", "the measurement was interrupted; this is what was finished"))
-    return found
+        yield finding("interrupted", "the measurement was interrupted; this is what was finished")
 
 
-def server_differences(a: JSON, b: JSON) -> list[JSON]:
+def server_differences(a: JSON, b: JSON) -> Iterator[JSON]:
     """Where the two servers differ in what they tell of themselves."""
-    pairs = (
-        ("model-differs", "model", a["model"], b["model"]),
-        ("context-differs", "context length", a["server"].get("context"), b["server"].get("context")),
-        ("quantization-differs", "quantization", a["server"].get("quantization"), b["server"].get("quantization")),
-        ("build-differs", "tensor parallel size", *(side["server"].get("tensor_parallel") for side in (a, b))),
-        ("build-differs", "build", f"{a['engine']} {a['engine_version']}", f"{b['engine']} {b['engine_version']}"),
-    )
-    return [finding(name, f"{words}: baseline {mine}, {b['arm']} {theirs}", baseline=mine, speculative=theirs)
-            for name, words, mine, theirs in pairs if mine != theirs and mine is not None and theirs is not None]
+    for name, words, told in (
+        ("model-differs", "model", lambda side: side["model"]),
+        ("context-differs", "context length", lambda side: side["server"].get("context")),
+        ("quantization-differs", "quantization", lambda side: side["server"].get("quantization")),
+        ("build-differs", "tensor parallel size", lambda side: side["server"].get("tensor_parallel")),
+        ("build-differs", "build", lambda side: f"{side['engine']} {side['engine_version']}"),
+    ):
+        mine, theirs = told(a), told(b)
+        if mine != theirs and mine is not None and theirs is not None:
+            yield finding(name, f"{words}: baseline {mine}, {b['arm']} {theirs}", baseline=mine, speculative=theirs)
 
 
-def sample_findings(logs: Sequence[Sequence[float]], under_load: bool) -> list[JSON]:
+def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
     """What the sample of prompts, or of pairs of blocks, does not allow to say."""
-    units, found = "pairs of blocks" if under_load else "prompts", []
+    units = "pairs of blocks" if under_load else "prompts"
     if len(logs) < 2:
         words = f"no interval: it takes at least two {units} measured on both servers"
-        found.append(finding("few-prompts", words + "; --repeats adds pairs of blocks" * under_load, prompts=len(logs)))
+        yield finding("few-prompts", words + "; --repeats adds pairs of blocks" * under_load, prompts=len(logs))
     elif len(logs) < FEW_PROMPTS:
         words = f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow when they are mixed"
-        found.append(finding("few-prompts", words, prompts=len(logs)))
+        yield finding("few-prompts", words, prompts=len(logs))
     if stalls := stall_count(logs):
         words = f"{stalls} repeats lie far from their prompt's median (kept in the figures)"
-        found.append(finding("stalls", words, count=stalls))
-    return found
+        yield finding("stalls", words, count=stalls)
+
+
+def as_json(speed: Estimate | None) -> JSON | None:
+    """An estimate as it stands in the records."""
+    return speed.to_json() if speed else None
 
 
 def workload_comparison(baseline: Run, candidate: Run, runs: Sequence[Run], workload: str, min_gain: float | None,
@@ -2556,8 +2529,8 @@ def workload_comparison(baseline: Run, candidate: Run, runs: Sequence[Run], work
         "workload": workload, "prompts": len(logs),
         "baseline_tokens_per_s": figures_of(baseline, runs, workload).tokens_per_s,
         "speculative_tokens_per_s": figures_of(candidate, runs, workload).tokens_per_s,
-        "speedup": speed.to_json() if speed else None,
-        "verdict": None if idle or min_gain is None else verdict_of(speed, min_gain), "acceptance": drafts.record(),
+        "speedup": as_json(speed), "verdict": None if idle or min_gain is None else verdict_of(speed, min_gain),
+        "acceptance": drafts.record(),
         "text_comparison": {name: value for name, value in texts.items() if name != "divergences"},
     }
 
@@ -2565,30 +2538,27 @@ def workload_comparison(baseline: Run, candidate: Run, runs: Sequence[Run], work
 def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label: str, min_gain: float, triage: JSON,
                       fit: JSON | None = None, forced: Sequence[str] = ()) -> JSON:
     """What the lab notebook keeps of one candidate against the baseline."""
-    base_drafts, drafts = drafts_of(baseline), drafts_of(candidate)
+    drafts, logs = drafts_of(candidate), log_ratios(baseline, candidate, runs)
     mine, theirs = figures_of(baseline, runs), figures_of(candidate, runs)
-    logs = log_ratios(baseline, candidate, runs)
-    speed, decode = over_prompts(logs), over_prompts(log_ratios(baseline, candidate, runs, decode=True))
-    here = over_repeats(logs)
     about, base_about = candidate.conditions, baseline.conditions
-    audit = pair_findings(baseline, candidate, runs, base_drafts, drafts, logs)
+    audit = list(pair_findings(baseline, candidate, runs, drafts_of(baseline), drafts, logs))
     if forced:
-        audit.append(finding("conditions-differ", f"compared by --force although these differ: {', '.join(forced)}",
-                             fields=list(forced)))
+        words = f"compared by --force although these differ: {', '.join(forced)}"
+        audit.append(finding("conditions-differ", words, fields=list(forced)))
+    speed, texts = over_prompts(logs), compare_texts(baseline, candidate, triage)
     idle = any(entry["finding"] == "not-drafting" for entry in audit)
-    texts = compare_texts(baseline, candidate, triage)
+    verdict = None if idle else verdict_of(speed, min_gain)
     listed = sorted(texts["divergences"], key=lambda found: found["class"] == "unstable-baseline")
-
-    record = {
+    return {
         "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "baseline_run_id": base_about["run_id"],
         "kind": "comparison", "candidate": candidate.arm,
         "label": f"{label}/comparison" if candidate.arm == "speculative" else f"{label}/{candidate.arm}/comparison",
-        "engine": about["engine"], "engine_version": about["engine_version"], "model": about["model"],
+        **copied(about, "engine", "engine_version", "model"),
         "baseline_tokens_per_s": mine.tokens_per_s, "speculative_tokens_per_s": theirs.tokens_per_s,
-        "speedup": speed.to_json() if speed else None, "speedup_these_prompts": here.to_json() if here else None,
-        "decode_speedup": decode.to_json() if decode else None, "min_gain": min_gain,
-        "verdict": None if idle else verdict_of(speed, min_gain),
-        "more_prompts": None if idle or verdict_of(speed, min_gain) != "undecided" else more_prompts(logs, min_gain),
+        "speedup": as_json(speed), "speedup_these_prompts": as_json(over_repeats(logs)),
+        "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, runs, decode=True))),
+        "min_gain": min_gain, "verdict": verdict,
+        "more_prompts": more_prompts(logs, min_gain) if verdict == "undecided" else None,
         "workloads": [workload_comparison(baseline, candidate, runs, workload, None if idle else min_gain, triage)
                       for workload in workloads_of(runs)],
         "acceptance": drafts.record(), "break_even": explanation(mine, theirs, drafts, fit),
@@ -2602,11 +2572,8 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         "baseline_engine_version": base_about["engine_version"],
         "cached_tokens": sum_known(r.answer.cached_tokens for r in candidate.readings if r.answer),
         "recorded_at": about["recorded_at"],
+        **{f"baseline_{name}": base_about[name] for name in ("engine", "model") if base_about[name] != about[name]},
     }
-    for name in ("engine", "model"):
-        if base_about[name] != about[name]:
-            record["baseline_" + name] = base_about[name]
-    return record
 
 
 @dataclass(frozen=True)
@@ -2632,13 +2599,11 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
     if not alive or alive[0].arm != "baseline":
         return Result(endpoints, [])
     baseline, candidates = alive[0], alive[1:]
+    drafts = [drafts_of(run) for run in candidates]
     plain = figures_of(baseline, alive)
-    told = [(explanation(plain, figures_of(run, alive), drafts_of(run)), drafts_of(run)) for run in candidates]
-    fit = fit_of(told)
-    comparisons = [
-        comparison_record(baseline, run, alive, label, min_gain, triage.get(run.arm, {}), fit, forced)
-        for run in candidates
-    ]
+    fit = fit_of([(explanation(plain, figures_of(run, alive), own), own) for run, own in zip(candidates, drafts)])
+    comparisons = [comparison_record(baseline, run, alive, label, min_gain, triage.get(run.arm, {}), fit, forced)
+                   for run in candidates]
     return Result(endpoints, against_best(comparisons, candidates, alive))
 
 
@@ -2648,10 +2613,10 @@ def against_best(comparisons: list[JSON], candidates: Sequence[Run], runs: Seque
            if record["speedup"] and record["verdict"] and not is_same_server(record)]
     best = max(ran, key=lambda pair: pair[0])[1] if ran else None
     for record, run in zip(comparisons, candidates):
-        behind = None if run is best or best is None or record["verdict"] is None else over_prompts(log_ratios(best,
-                                                                                                               run,
-                                                                                                               runs))
-        record["against_best"] = {"best": best.arm, **behind.to_json()} if behind and best else None
+        record["against_best"] = None
+        if best and run is not best and record["verdict"] is not None:
+            behind = over_prompts(log_ratios(best, run, runs))
+            record["against_best"] = {"best": best.arm, **behind.to_json()} if behind else None
     return comparisons
 
 
@@ -2739,7 +2704,7 @@ def check_appendable(path: str, what: str = "lab notebook", option: str = "--lab
         raise UsageError(f"cannot write the {what} {path}: {error.strerror}; another path: {option} FILE") from None
 
 
-def read_json_lines(path: str, warn: Callable[[str], None]) -> list[JSON]:
+def read_json_lines(path: str, warn: Say) -> list[JSON]:
     """The JSON objects among the lines of a file; prose is skipped, a damaged line named in a warning."""
     try:
         check_ordinary(path)
@@ -2805,7 +2770,7 @@ def _snapshot_from_json(value: JSON) -> Snapshot:
     return Snapshot(samples, value["unavailable"], value["process"])
 
 
-def read_runs(path: str, warn: Callable[[str], None]) -> tuple[list[Run], dict[str, JSON]]:
+def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
     """The runs of a file in the order measured, and the triage findings by arm.  UsageError if it is no run file."""
     runs: dict[tuple[str, int], Run] = {}
     level: dict[str, tuple[str, int]] = {}
@@ -2890,11 +2855,21 @@ def interval_of(estimated: JSON | None) -> str:
     return f"{estimated['low']:.{digits}f} to {estimated['high']:.{digits}f}"
 
 
+def ratio_in(record: JSON) -> float | None:
+    """The speed-up of a comparison or of one kind of work in it."""
+    return (record["speedup"] or {}).get("ratio")
+
+
 def speed_words(estimated: JSON | None) -> str:
     """"1.84x (1.71 to 1.98)"."""
     if not estimated:
         return "ratio unknown"
     return f"{estimated['ratio']:.2f}x" + (f" ({interval_of(estimated)})" if estimated["low"] is not None else "")
+
+
+def plural(count: int, words: str) -> str:
+    """"1 prompt", "2 prompts"."""
+    return f"{count} {words}{'s' * (count != 1)}"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
@@ -2907,15 +2882,14 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int 
              for i, name in enumerate(header)]
     depth = max(map(len, heads))
     cells = [[([""] * (depth - len(head)) + head)[i] for head in heads] for i in range(depth)] + cells
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(*cells)]
     while sum(widths) + 2 * (len(widths) - 1) > TABLE_COLUMNS and max(widths[:words]) > 8:
         widths[widths.index(max(widths[:words]))] -= 1
     cells.insert(depth, ["-" * width for width in widths])
 
     def fitted(i: int, cell: str) -> str:
-        width = widths[i]
-        text = cell if len(cell) <= width else cell[: width - 3] + "..."
-        return text.ljust(width) if i < words else text.rjust(width)
+        text = cell if len(cell) <= widths[i] else cell[: widths[i] - 3] + "..."
+        return text.ljust(widths[i]) if i < words else text.rjust(widths[i])
 
     return "\n".join("  ".join(fitted(i, cell) for i, cell in enumerate(row)).rstrip() for row in cells)
 
@@ -2923,8 +2897,26 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The same table as Markdown."""
     body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [list(header), rule, *body])
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] + ["---:"] * (len(header) - 1), *body])
+
+
+def cells_of(part: JSON) -> dict[str, str]:
+    """What the tables show of a comparison, or of one kind of work in it, by column."""
+    texts = part["text_comparison"]
+    identical = f"{texts['identical']} of {texts['compared']}"
+    return {
+        "Baseline tokens/s": figure(part["baseline_tokens_per_s"]),
+        "With draft tokens/s": figure(part["speculative_tokens_per_s"]),
+        "Ratio": figure(ratio_in(part)), "95% interval": interval_of(part["speedup"]),
+        "Verdict": VERDICT_WORDS[part["verdict"]].lower() if part.get("prompts") != 0 else "-",
+        "Acceptance": figure((part["acceptance"] or {}).get("rate")),
+        "Identical": identical, "Completions identical": identical,
+    }
+
+
+def picked(columns: Sequence[str], rows: Sequence[dict[str, str]]) -> list[list[str]]:
+    """Rows with these columns, in this order."""
+    return [[row[name] for name in columns] for row in rows]
 
 
 def arm_of(record: JSON) -> str:
@@ -2937,27 +2929,16 @@ def workload_rows(record: JSON) -> list[list[str]]:
     parts = list(record["workloads"])
     if len(parts) != 1:
         parts.append({**record, "workload": "all"})
-    rows = []
-    for part in parts:
-        texts, acceptance = part["text_comparison"], part["acceptance"] or {}
-        rows.append([
-            part["workload"], figure(part["baseline_tokens_per_s"]), figure(part["speculative_tokens_per_s"]),
-            figure((part["speedup"] or {}).get("ratio")), interval_of(part["speedup"]),
-            VERDICT_WORDS[part["verdict"]].lower() if part.get("prompts") != 0 else "-", figure(acceptance.get("rate")),
-            f"{texts['identical']} of {texts['compared']}",
-        ])
-    return rows
+    return picked(WORKLOAD_COLUMNS, [{"Workload": part["workload"], **cells_of(part)} for part in parts])
 
 
 def endpoint_lines(records: Sequence[JSON]) -> list[str]:
     """Who was measured, and how much of it came back."""
     rows = [[
-        arm_of(record), record["base_url"],
-        f"{record['engine']} {record['engine_version']}".replace(" unknown", ""),
-        f"{record['completed']} of {record['requests']}", figure(record["output_tokens_per_s"]),
-        figure(record["decode_tokens_per_s"]),
-        figure(((record["ttft_s"] or {}).get("p50") or 0) * 1000, 0) if record["ttft_s"] else "-",
-    ] for record in records]
+        arm_of(r), r["base_url"], f"{r['engine']} {r['engine_version']}".replace(" unknown", ""),
+        f"{r['completed']} of {r['requests']}", figure(r["output_tokens_per_s"]), figure(r["decode_tokens_per_s"]),
+        figure(r["ttft_s"] and 1000 * r["ttft_s"]["p50"], 0),
+    ] for r in records]
     return [text_table(("Server", "URL", "Engine", "Completed", "Tokens/s", "Decode tokens/s", "First token ms"),
                        rows, 3)]
 
@@ -2970,45 +2951,43 @@ def is_same_server(record: JSON) -> bool:
 def explanation_lines(record: JSON) -> list[str]:
     """Why it pays or not, in the terms of the field and in plain words."""
     why, acceptance = record["break_even"], record["acceptance"] or {}
-    length, cost = why["tokens_per_step"], why["step_cost"]
+    length, cost, fit = why["tokens_per_step"], why["step_cost"], why["fit"]
     if record["verdict"] is None:
         return ["Why: no draft was made."]
     if is_same_server(record):
         return ["Why: both arms are the same server, so there is nothing to explain."]
     if why["applies"] == "no-acceptance" and length is None:
         return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
-    lines = [f"Why, as to decoding: {figure(length)} tokens per target step"]
+    start = f"Why, as to decoding: {figure(length)} tokens per target step"
     if cost is None:
-        return [lines[0] + "; the cost of a step is unknown (both servers' decode times are needed, from the same "
-                           "kind of clock)."]
-    lines[0] += f", and a step costs {cost:.2f} target steps: it takes more tokens per step than that to pay."
-    lines.append("     " + bar_words(why, acceptance))
+        return [f"{start}; the cost of a step is unknown (both servers' decode times are needed, from the same kind "
+                "of clock)."]
+    lines = [f"{start}, and a step costs {cost:.2f} target steps: it takes more tokens per step than that to pay.",
+             "     " + bar_words(why, acceptance)]
     if acceptance.get("accepted") == 0 and acceptance.get("drafted") and why["applies"] != "any":
         lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
                      "target share a tokenizer.")
-    if why["fit"]:
-        lines.append(f"     Fitted over {why['fit']['runs']} chain lengths: verifying costs "
-                     f"{why['fit']['verification_cost']:.2f} target steps, each drafted token "
-                     f"{why['fit']['draft_cost']:.3f}"
-                     + "; the advice below rests on this fit" * bool(why["predicted"]) + ".")
+    if fit:
+        advice = "; the advice below rests on this fit" if why["predicted"] else ""
+        lines.append(f"     Fitted over {fit['runs']} chain lengths: verifying costs {fit['verification_cost']:.2f} "
+                     f"target steps, each drafted token {fit['draft_cost']:.3f}{advice}.")
     elif why["draft_cost"] is not None:
         lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; one chain length cannot tell "
-                     f"how "
-                     "much of that is the growth of the verification.")
+                     "how much of that is the growth of the verification.")
     return lines + chain_lines(why)
 
 
 def bar_words(why: JSON, acceptance: JSON) -> str:
     """The acceptance that would be needed, or why there is no such figure."""
-    chain, cost = why["chain"], why["step_cost"]
-    if why["applies"] == "alpha":
-        needed = f"{why['alpha_needed']:.2f} is needed at chain length {chain} and this cost"
-        return f"alpha {figure(why['alpha'])}; {needed}."
-    if why["applies"] == "any":
+    chain, cost, applies = why["chain"], why["step_cost"], why["applies"]
+    if applies == "alpha":
+        return (f"alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} and this "
+                "cost.")
+    if applies == "any":
         return "A step costs no more than a plain one: any acceptance pays (check the timing if that surprises you)."
-    if why["applies"] == "cannot-pay":
-        limit = f"A step can bring at most {chain + 1} tokens at chain length {chain}"
-        return f"{limit} and costs {cost:.2f}: it cannot pay at any acceptance."
+    if applies == "cannot-pay":
+        return (f"A step can bring at most {chain + 1} tokens at chain length {chain} and costs {cost:.2f}: it cannot "
+                "pay at any acceptance.")
     each = "a draft" if acceptance.get("steps") else "a target step"  # without S, steps without a draft count too
     mean = f" (mean {chain:.2f} {each})" if chain is not None else ""
     return f"Drafts vary in length{mean} or many steps have none, so the formula for a fixed chain is not applicable."
@@ -3016,32 +2995,29 @@ def bar_words(why: JSON, acceptance: JSON) -> str:
 
 def chain_lines(why: JSON) -> list[str]:
     """The predicted speed-up of each chain length, and the best."""
-    lines = []
-    if why["predicted"]:
-        told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x" + ("*" if p["extrapolated"] else "")
-                         for p in why["predicted"][:12])
-        best = why["best_chain"]
-        lines.append(f"     Predicted by chain length: {told} (* extrapolated).")
-        lines.append("     Best chain length: " + (
-            f"{best['chain']} ({best['predicted_speedup']:.2f}x{', extrapolated' if best['extrapolated'] else ''})."
-            if best["chain"]
-            else "none; no draft is faster than any that was predicted."))
-    return lines
+    if not why["predicted"]:
+        return []
+    told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x{'*' * p['extrapolated']}"
+                     for p in why["predicted"][:12])
+    best, words = why["best_chain"], "none; no draft is faster than any that was predicted"
+    if best["chain"]:
+        words = f"{best['chain']} ({best['predicted_speedup']:.2f}x{', extrapolated' * best['extrapolated']})"
+    return [f"     Predicted by chain length: {told} (* extrapolated).", f"     Best chain length: {words}."]
 
 
 def draft_lines(record: JSON) -> list[str]:
     """What became of the drafts, for each kind of work: rates and lengths, then a bar for each draft position."""
     parts = [(part["workload"], part["acceptance"]) for part in record["workloads"]]
-    parts = [(name, told) for name, told in [*parts, *([("all", record["acceptance"])] if len(parts) > 1 else [])]
-             if told and told["drafted"] != 0]
+    if len(parts) > 1:
+        parts.append(("all", record["acceptance"]))
+    parts = [(name, told) for name, told in parts if told and told["drafted"] != 0]
     if not parts:
         return []
     header = ("Drafts", "Accepted / drafted", "alpha", "Tokens per draft step", "Tokens per target step", "Draft steps")
-    lines = ["", text_table(header, [
-        [name, figure(told["rate"]), figure(told["alpha"]), figure(told["mean_length"]),
-         figure(told["tokens_per_target_step"]), "-" if told["steps"] is None else str(told["steps"])]
-        for name, told in parts
-    ]), "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, never higher."]
+    names = ("rate", "alpha", "mean_length", "tokens_per_target_step")
+    rows = [[name, *(figure(told[each]) for each in names), figure(told["steps"], 0)] for name, told in parts]
+    lines = ["", text_table(header, rows),
+             "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, never higher."]
     known = [(name, told["per_position"]) for name, told in parts if told["per_position"]]
     for first in range(0, len(known), 4):
         lines += ["", *position_lines(known[first : first + 4])]
@@ -3057,14 +3033,16 @@ def position_lines(known: Sequence[tuple[str, list[float]]]) -> list[str]:
         given = ratio_of(rates[i], rates[i - 1]) if i else rates[i]
         return f"{rates[i]:.2f} {figure(given):>4} {'#' * round(10 * min(rates[i], 1.0)):<10}"
 
-    longest = max(len(rates) for _, rates in known)
-    worth = [i for i in range(longest) if any(sum(rates[i:]) >= WORTH_TOKENS for _, rates in known)] or [0]
-    rows = [[str(i + 1), *(cell(rates, i) for _, rates in known)] for i in range(min(worth[-1] + 2, longest, 20))]
+    def positions_worth(rates: list[float]) -> int:
+        return max(sum(sum(rates[i:]) >= WORTH_TOKENS for i in range(len(rates))), 1)
+
+    shown = min(max(positions_worth(rates) for _, rates in known) + 1, max(len(rates) for _, rates in known), 20)
+    rows = [[str(i + 1), *(cell(rates, i) for _, rates in known)] for i in range(shown)]
     lines = ["Accepted by draft position: share of the draft steps, share given the position before, bar",
              text_table(("Position", *(name if len(name) <= 20 else name[:17] + "..." for name, _ in known)), rows, 5)]
     for name, rates in known:
-        cut = next((i for i in range(1, len(rates)) if sum(rates[i:]) < WORTH_TOKENS), None)
-        if cut is not None:
+        cut = positions_worth(rates)
+        if cut < len(rates):
             lines.append(f"{name}: position {cut + 1} onward adds {sum(rates[cut:]):.2f} tokens per step.")
     return lines
 
@@ -3073,35 +3051,33 @@ def text_lines(record: JSON) -> list[str]:
     """What became of the text: each server against itself, then against each other, then the differences."""
     texts, name = record["text_comparison"], record["candidate"]
     lines = []
-    for words, own in (("baseline against itself", texts["baseline_self"]),
-                       (f"{name} against itself", texts["speculative_self"])):
+    for arm, own in (("baseline", texts["baseline_self"]), (name, texts["speculative_self"])):
         if own["compared"]:
             warm = f" (warm repeats: {own['warm_identical']} of {own['warm_compared']})" if own["warm_compared"] else ""
-            lines.append(f"Text: {words}: {own['identical']} of {own['compared']} repeats identical{warm}.")
-    lines.append(f"Text: baseline against {name}: {texts['identical']} of {texts['compared']} identical"
-                 + "".join(f", {texts[key]} {words}" for key,
-                           words in (("empty", "both empty (no evidence)"), ("failed", "not comparable")) if texts[key])
-                 + ".")
+            lines.append(f"{arm} against itself: {own['identical']} of {own['compared']} repeats identical{warm}.")
+    besides = "".join(f", {texts[key]} {words}" for key, words in (
+        ("empty", "both empty (no evidence)"), ("failed", "not comparable")) if texts[key])
+    lines.append(f"baseline against {name}: {texts['identical']} of {texts['compared']} identical{besides}.")
     if texts["counts_differ"]:
-        lines.append(f"Text: {texts['counts_differ']} identical texts came with different token counts: a server "
-                     "miscounts, and its tokens/s with it.")
+        lines.append(f"{texts['counts_differ']} identical texts came with different token counts: a server miscounts, "
+                     "and its tokens/s with it.")
     if texts["divergent"] and not texts["baseline_self"]["compared"]:
-        lines.append("Text: the baseline was not compared with itself; with --repeats 2 it would show whether it is "
-                     "stable.")
+        lines.append("the baseline was not compared with itself; with --repeats 2 it would show whether it is stable.")
     elif texts["unstable"]:
-        lines.append(f"Text: on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
-                     f"speculation is not the suspect there.")
+        lines.append(f"on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
+                     "speculation is not the suspect there.")
     if texts["divergent"]:
         disturbed = any(entry["finding"] in DISTURBANCES for entry in record["audit"])
-        lines.append("Text: numerics (another batch shape), a cache in another state"
-                     + (", the other client or restart noted below" if disturbed else "")
-                     + " or a fault can do this; the texts alone cannot tell which.")
+        other = ", the other client or restart noted below" if disturbed else ""
+        lines.append(f"numerics (another batch shape), a cache in another state{other} or a fault can do this; the "
+                     "texts alone cannot tell which.")
+    lines = ["Text: " + line for line in lines]
     different = folded(texts["divergences"])
     for found in different[:5]:
         lines += divergence_lines(found)
     if len(different) > 5:
         lines.append(f"  ... and {len(different) - 5} more; the record lists up to {LISTED_DIVERGENCES}, "
-                     f"--divergence-report writes them out.")
+                     "--divergence-report writes them out.")
     return lines
 
 
@@ -3116,20 +3092,18 @@ def folded(divergences: Sequence[JSON]) -> list[JSON]:
 
 def divergence_lines(found: JSON) -> list[str]:
     """One difference: where, of what class, both tails, and what the log probabilities say."""
-    triage = found["triage"] or {}
-    gap = triage.get("reason")
-    if triage.get("gap_nats") is not None:
-        gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats"
-    repeats = ", ".join(map(str, found["repeats"]))
-    lines = [
-        f"  {one_printable_line(found['prompt_id'])} repeat {repeats} ({found['where']}): {found['class']} at "
-        f"byte {found['first_difference_at_byte']}, character {found['first_difference_at_char']}, "
-        f"line {found['line']} column {found['column']}" + (f"; {triage['finding']} ({gap})" if triage else ""),
-        f"    baseline:    {json.dumps(found['baseline_tail'])} ({found['baseline_finish_reason']}, "
-        f"{found['baseline_tokens']} tokens)",
-        f"    speculative: {json.dumps(found['speculative_tail'])} ({found['speculative_finish_reason']}, "
-        f"{found['speculative_tokens']} tokens)",
-    ]
+    triage, asked = found["triage"] or {}, ""
+    if triage:
+        gap = triage.get("reason")
+        if triage["gap_nats"] is not None:
+            gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats"
+        asked = f"; {triage['finding']} ({gap})"
+    lines = [f"  {one_printable_line(found['prompt_id'])} repeat {', '.join(map(str, found['repeats']))} "
+             f"({found['where']}): {found['class']} at byte {found['first_difference_at_byte']}, character "
+             f"{found['first_difference_at_char']}, line {found['line']} column {found['column']}{asked}"]
+    for arm in ("baseline", "speculative"):
+        lines.append(f"    {arm + ':':<12} {json.dumps(found[arm + '_tail'])} ({found[arm + '_finish_reason']}, "
+                     f"{found[arm + '_tokens']} tokens)")
     if found["count_suspicious"]:
         lines.append("    One text ends early under an equal token count: tokens were counted that did not arrive, "
                      "so a speed is too high.")
@@ -3163,72 +3137,63 @@ def caveats(record: JSON) -> str:
 
 def sentence(record: JSON) -> str:
     """One sentence to quote.  Kinds of work whose verdicts differ are named one by one: a mean would hide a loser."""
-    changed = caveats(record)
+    changed, speed = caveats(record), speed_words(record["speedup"])
     if record["verdict"] is None:
-        return "DID NOT RUN: no draft was seen, so nothing can be said about speculation" + changed + "."
+        return f"DID NOT RUN: no draft was seen, so nothing can be said about speculation{changed}."
     parts = [part for part in record["workloads"] if part["prompts"]] or record["workloads"]
     if len({part["verdict"] for part in parts}) > 1:
         named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}"
                           + (f": {speed_words(part['speedup'])}" if part["verdict"] else "") for part in parts)
-        return one_printable_line(f"{named}; over all {speed_words(record['speedup'])}{changed}.")
+        return one_printable_line(f"{named}; over all {speed}{changed}.")
     where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
     at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
     total, measured = record["prompt_count"], sum(part["prompts"] for part in record["workloads"])
-    size = f", {total} prompt{'s' * (total != 1)} x {record['repeats']}"
-    if record["concurrency"] == 1 and measured < total:
-        size = f", {measured} of" + size[1:]
-    return one_printable_line(f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed_words(record['speedup'])}{size}"
-                              f"{changed}.")
+    share = f"{measured} of " if record["concurrency"] == 1 and measured < total else ""
+    return one_printable_line(f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed}, {share}"
+                              f"{plural(total, 'prompt')} x {record['repeats']}{changed}.")
 
 
 def comparison_lines(record: JSON) -> list[str]:
     """The whole report on one candidate."""
-    lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)),
-             RATIO_NOTE, ""]
+    lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)), RATIO_NOTE, ""]
     if record["concurrency"] == 1 or record["break_even"]["tokens_per_step"] is not None:
         lines += draft_lines(record)[1:] + explanation_lines(record)
     lines += text_lines(record)
-    if record["speedup_these_prompts"] and record["speedup_these_prompts"]["low"] is not None:
-        lines.append(f"On exactly these {record['speedup_these_prompts']['prompts']} prompts: "
-                     f"{speed_words(record['speedup_these_prompts'])}.")
+    here, more = record["speedup_these_prompts"], record["more_prompts"]
+    if here and here["low"] is not None:
+        lines.append(f"On exactly these {here['prompts']} prompts: {speed_words(here)}.")
     if record["decode_speedup"]:
         lines.append(f"Decoding alone: {speed_words(record['decode_speedup'])}.")
-    if record["more_prompts"] == "more than 100":
+    if more == "more than 100":
         lines.append("It would take more than 100 further prompts to settle it: treat it as no practical difference.")
-    elif record["more_prompts"]:
-        more = f"{record['more_prompts']} more prompt" + "s" * (record["more_prompts"] != "1")
-        lines.append(f"About {more} might settle it; more repeats would not.")
+    elif more:
+        lines.append(f"About {plural(int(more), 'more prompt')} might settle it; more repeats would not.")
     return lines
 
 
 def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
     """Several candidates by speed, and which differences to the first are real."""
-    ranked = sorted(comparisons, key=lambda r: (r["verdict"] is None, is_same_server(r),
-                                                -((r["speedup"] or {}).get("ratio") or 0.0)))
+    ranked = sorted(comparisons, key=lambda r: (r["verdict"] is None, is_same_server(r), -(ratio_in(r) or 0.0)))
     rows = []
     for record in ranked:
-        behind = record.get("against_best")
+        behind = record["against_best"]
         real = "" if not behind else "too few prompts to tell" if behind["low"] is None else (
             "real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
         place = speed_words(behind) if behind else "" if record["verdict"] is None else "first"
-        ratio = figure((record["speedup"] or {}).get("ratio"))
-        rows.append([record["candidate"], ratio, interval_of(record["speedup"]),
-                     VERDICT_WORDS[record["verdict"]].lower(), place, real])
+        rows.append([record["candidate"], *picked(("Ratio", "95% interval", "Verdict"), [cells_of(record)])[0],
+                     place, real])
     return ["", text_table(("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"), rows)]
+
+
+CROSSOVER_COLUMNS = ("Load", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Acceptance",
+                     "Baseline latency s", "Draft latency s", "Identical")
 
 
 def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
     """How the gain changes under load, and between which levels it is lost."""
     levels = sorted(comparisons, key=lambda record: record["concurrency"])
-    rows = [[
-        str(r["concurrency"]), figure(r["baseline_tokens_per_s"]), figure(r["speculative_tokens_per_s"]),
-        figure((r["speedup"] or {}).get("ratio")), interval_of(r["speedup"]),
-        figure((r["acceptance"] or {}).get("rate")),
-        figure(r["latency_p50_s"]["baseline"]), figure(r["latency_p50_s"]["speculative"]),
-        f"{r['text_comparison']['identical']} of {r['text_comparison']['compared']}",
-    ] for r in levels]
-    header = ("Load", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Acceptance",
-              "Baseline latency s", "Draft latency s", "Identical")
+    rows = [{**cells_of(r), "Load": str(r["concurrency"]), "Baseline latency s": figure(r["latency_p50_s"]["baseline"]),
+             "Draft latency s": figure(r["latency_p50_s"]["speculative"])} for r in levels]
     known = [(r["concurrency"], r["speedup"]["ratio"]) for r in levels if r["speedup"]]
     below = next((i for i, (_, ratio) in enumerate(known) if ratio < 1), None)
     if below is None:
@@ -3237,7 +3202,8 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
         last = f"the ratio is below 1 already at {known[0][0]} at a time."
     else:
         last = f"the ratio falls below 1 between {known[below - 1][0]} and {known[below][0]} requests at a time."
-    lines = ["", text_table(header, rows), f"Crossover: {last} Decide by the level your server usually runs at."]
+    lines = ["", text_table(CROSSOVER_COLUMNS, picked(CROSSOVER_COLUMNS, rows)),
+             f"Crossover: {last} Decide by the level your server usually runs at."]
     if any(r["text_comparison"]["divergent"] for r in levels if r["concurrency"] > 1):
         lines.append("Texts under load may differ because the batch is composed differently; that is not "
                      "speculation's doing alone.")
@@ -3246,21 +3212,21 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
 
 def result_lines(result: Result) -> list[str]:
     """The terminal report of one level, the sentence to quote last."""
-    lines = endpoint_lines(result.endpoints)
+    lines, several = endpoint_lines(result.endpoints), len(result.comparisons) > 1
     for record in result.comparisons:
-        if len(result.comparisons) > 1:
-            lines += ["", f"== {record['candidate']} =="]
-        lines += comparison_lines(record)
-    if len(result.comparisons) > 1:
+        lines += ["", f"== {record['candidate']} =="] * several + comparison_lines(record)
+    if several:
         lines += ranking_lines(result.comparisons)
     for record in result.endpoints if not result.comparisons else []:
         lines += single_lines(record)
-    lines += [f"{arm_of(r)}: {r['failed']} of {r['requests']} requests failed; the first: "
-              f"{r['first_error']}" for r in result.endpoints if r["failed"]]
+    lines += [f"{arm_of(r)}: {failure_words(r)}" for r in result.endpoints if r["failed"]]
     lines += memory_lines(result.endpoints) + audit_lines(result.records()) + [""]
-    lines += [(f"{r['candidate']}: " if len(result.comparisons) > 1 else "") + sentence(r)
-              for r in result.comparisons]
-    return lines
+    return lines + [f"{r['candidate']}: " * several + sentence(r) for r in result.comparisons]
+
+
+def failure_words(record: JSON) -> str:
+    """How many requests of an arm failed, and why the first did."""
+    return f"{record['failed']} of {record['requests']} requests failed; the first: {record['first_error']}"
 
 
 def single_lines(record: JSON) -> list[str]:
@@ -3272,9 +3238,9 @@ def single_lines(record: JSON) -> list[str]:
     if told and told["drafted"] == 0:
         lines.append("No draft was seen" + (", as it should be on a baseline." if is_baseline
                                             else ": speculation did not run."))
-    lines += draft_lines(record)
     missing = "--speculative-url" if is_baseline else "--baseline-url"
-    return [*lines, f"One server was measured, so the speed-up is unknown; see {missing}, and compare --help."]
+    return [*lines, *draft_lines(record),
+            f"One server was measured, so the speed-up is unknown; see {missing}, and compare --help."]
 
 
 def levels_lines(results: Sequence[Result]) -> list[str]:
@@ -3282,8 +3248,7 @@ def levels_lines(results: Sequence[Result]) -> list[str]:
     lines: list[str] = []
     for result in results:
         if len(results) > 1:
-            level = result.endpoints[0]["concurrency"]
-            lines += ["", f"=== {level} request{'s' * (level > 1)} at a time ==="]
+            lines += ["", f"=== {plural(result.endpoints[0]['concurrency'], 'request')} at a time ==="]
         lines += result_lines(result)
     comparisons = [record for result in results for record in result.comparisons]
     for label in dict.fromkeys(record["label"] for record in comparisons):
@@ -3309,20 +3274,19 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None, comma
     level = result.endpoints[0]["concurrency"]
     changed = any(record["text_comparison"]["divergent"] for record in result.comparisons)
     title = "Greedy text that changes" if changed else "No text changed"
-    lines = [f"# {title} with speculative decoding" + (f", {level} requests at a time" if level > 1 else ""), ""]
-    for record in result.endpoints:
-        lines.append(f"- {arm_of(record)}: {record['engine']} {record['engine_version']}, model "
-                     f"`{record['model']}`, "
-                     f"POST /v1/chat/completions with temperature {record['temperature']}, seed {record['seed']}, "
-                     f"max_tokens {record['max_tokens']}")
-    lines.append(f"- measured with: `{one_printable_line(command)}`")
-    lines.append("- servers started with (fill in): baseline `...`, speculative `...`")
+    load = f", {level} requests at a time" if level > 1 else ""
+    lines = [f"# {title} with speculative decoding{load}", ""]
+    for r in result.endpoints:
+        lines.append(f"- {arm_of(r)}: {r['engine']} {r['engine_version']}, model `{r['model']}`, POST "
+                     f"/v1/chat/completions with temperature {r['temperature']}, seed {r['seed']}, max_tokens "
+                     f"{r['max_tokens']}")
+    lines += [f"- measured with: `{one_printable_line(command)}`",
+              "- servers started with (fill in): baseline `...`, speculative `...`"]
     for record in result.comparisons:
-        texts, acceptance = record["text_comparison"], record["acceptance"] or {}
+        texts, own = record["text_comparison"], record["text_comparison"]["baseline_self"]
         lines += ["", f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ", "",
-                  f"Baseline against itself: {texts['baseline_self']['identical']} of "
-                  f"{texts['baseline_self']['compared']} repeats identical. "
-                  f"Acceptance {figure(acceptance.get('rate'))}."]
+                  f"Baseline against itself: {own['identical']} of {own['compared']} repeats identical. "
+                  f"Acceptance {cells_of(record)['Acceptance']}."]
         for found in folded(texts["divergences"]):
             lines += ["", f"Prompt index {found['prompt_index']}:", "", "```text",
                       *map(printable, divergence_lines(found))]
@@ -3337,16 +3301,11 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None, comma
 
 def changed_conditions(before: JSON, now: JSON) -> list[str]:
     """What else changed between two records of a label, in words."""
-    names = (("engine_version", "version"), ("baseline_engine_version", "baseline version"), ("engine", "engine"),
-             ("model", "model"), ("prompts_sha256", "prompts"),
-             ("max_tokens", "max_tokens"), ("concurrency", "concurrency"), ("repeats", "repeats"),
-             ("context", "context length"), ("cached_tokens", "prompt tokens from the cache"))
-    changes = []
-    for key, words in names:
-        if before.get(key) != now.get(key):
-            shown = "" if key == "prompts_sha256" else f" {before.get(key)} -> {now.get(key)}"
-            changes.append(f"{words}{shown}")
-    return changes
+    names = {"engine_version": "version", "baseline_engine_version": "baseline version", "engine": "engine",
+             "model": "model", "prompts_sha256": "prompts", "max_tokens": "max_tokens", "concurrency": "concurrency",
+             "repeats": "repeats", "context": "context length", "cached_tokens": "prompt tokens from the cache"}
+    return [words if key == "prompts_sha256" else f"{words} {before.get(key)} -> {now.get(key)}"
+            for key, words in names.items() if before.get(key) != now.get(key)]
 
 
 def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
@@ -3357,8 +3316,8 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
         name, words, unit = "speedup", "speed-up", "ratio"
         if record["kind"] == "endpoint":
             name, words, unit = "speed", "baseline tokens/s", "tokens_per_s"
-        if record["kind"] == "endpoint" and not record["label"].endswith("/baseline"):
-            continue
+            if not record["label"].endswith("/baseline"):
+                continue
         past = [old for old in earlier if all(old.get(key) == record[key] for key in same)
                 and as_number(as_dict(old.get(name)).get(unit)) is not None]
         if not past or not record[name]:
@@ -3367,10 +3326,9 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
         floor = as_number(before.get("low"))
         if floor is not None and after["high"] is not None and after["high"] < floor:
             changes = changed_conditions(past[-1], record)
-            alarms.append(f"REGRESSION {record['label']}: {words} fell from {before[unit]:.2f} "
-                          f"({interval_of(before)}) to "
-                          f"{after[unit]:.2f} ({interval_of(after)}) since {past[-1].get('recorded_at')}; "
-                          f"{'also changed: ' + ', '.join(changes) if changes else 'nothing else known changed'}")
+            besides = f"also changed: {', '.join(changes)}" if changes else "nothing else known changed"
+            alarms.append(f"REGRESSION {record['label']}: {words} fell from {before[unit]:.2f} ({interval_of(before)}) "
+                          f"to {after[unit]:.2f} ({interval_of(after)}) since {past[-1].get('recorded_at')}; {besides}")
     return alarms
 
 
@@ -3378,18 +3336,14 @@ def history_rows(records: Sequence[JSON]) -> list[list[str]]:
     """One row for each run of a label; change to the run before: v lower, ^ higher, = within the interval."""
     rows = []
     for before, record in zip([None, *records], records):
-        mark, changes = "", []
-        old, new = (before or {}).get("speedup"), record["speedup"]
+        mark, old, new = "", (before or {}).get("speedup"), record["speedup"]
         if before:
-            changes = changed_conditions(before, record)
             mark = "?" if not old or not new or old["low"] is None or new["low"] is None else (
                 "v" if new["high"] < old["low"] else "^" if new["low"] > old["high"] else "=")
-        texts = record["text_comparison"]
-        rows.append([record["recorded_at"], mark, figure((new or {}).get("ratio")), interval_of(new),
-                     figure((record["acceptance"] or {}).get("rate")), figure(record["baseline_tokens_per_s"]),
-                     figure(record["speculative_tokens_per_s"]), f"{texts['identical']} of {texts['compared']}",
-                     str(record["engine_version"]), "; ".join(changes)])
-    return rows
+        rows.append({**cells_of(record), "Recorded": record["recorded_at"], "Ratio change": mark,
+                     "Engine version": str(record["engine_version"]),
+                     "Also changed": "; ".join(changed_conditions(before, record) if before else [])})
+    return picked(HISTORY_COLUMNS, rows)
 
 
 def trend_marks(ratios: Sequence[float | None]) -> str:
@@ -3400,48 +3354,46 @@ def trend_marks(ratios: Sequence[float | None]) -> str:
 
 
 HISTORY_COLUMNS = ("Recorded", "Ratio change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s",
-                   "With draft tokens/s",
-                   "Identical", "Engine version", "Also changed")
+                   "With draft tokens/s", "Identical", "Engine version", "Also changed")
 
 
 def markdown_report(records: Sequence[JSON]) -> str:
     """The notebook as Markdown: for each label the latest tables, the crossover under load, and the history."""
-    groups: dict[str, list[JSON]] = {}
-    for record in records:
-        if record.get("kind") == "comparison":
-            groups.setdefault(record["label"], []).append(record)
+    comparisons = [record for record in records if record.get("kind") == "comparison"]
     lines = ["# Speculative decoding: what was measured", ""]
-    if not groups:
+    if not comparisons:
         lines.append("No comparison is recorded.")
-    for label, group in groups.items():
-        latest = group[-1]
-        same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
-        levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
-        lines += [f"## {one_printable_line(label)}", "", *map(printable, (sentence(r) for r in levels)), ""]
-        lines += [RATIO_NOTE, ""]
-        for record in levels:
-            if len(levels) > 1:
-                lines += [f"Load {record['concurrency']}:", ""]
-            lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(record)), ""]
-        lines += [printable(line.strip()) for line in explanation_lines(latest)] + [""]
-        lines += [f"- {printable(line)}" for line in audit_lines(levels)] + [""]
-        if len(levels) > 1:
-            lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
-        for level in sorted({record["concurrency"] for record in group}):
-            past = [record for record in group if record["concurrency"] == level]
-            marks = trend_marks([(record["speedup"] or {}).get("ratio") for record in past])
-            load = f" at {level} requests at a time" if level > 1 else ""
-            lines += [f"History{load}, `{marks}` (lowest `_` to highest `#`):", ""]
-            lines += [printable(markdown_table(HISTORY_COLUMNS, history_rows(past))), ""]
-    compared = {r[name] for r in records if r.get("kind") == "comparison" for name in ("run_id", "baseline_run_id")}
+    for label in dict.fromkeys(record["label"] for record in comparisons):
+        lines += label_lines(label, [record for record in comparisons if record["label"] == label])
+    compared = {record[name] for record in comparisons for name in ("run_id", "baseline_run_id")}
     singles = [r for r in records if r.get("kind") == "endpoint" and r["run_id"] not in compared]
     if singles:
         rows = [[r["label"], r["recorded_at"], figure(r["output_tokens_per_s"]),
-                 f"{r['completed']} of {r['requests']}", r["engine_version"]]
-                for r in singles]
+                 f"{r['completed']} of {r['requests']}", r["engine_version"]] for r in singles]
         header = ("Label", "Recorded", "Tokens/s", "Completed", "Engine version")
         lines += ["## Measured alone", "", printable(markdown_table(header, rows)), ""]
     return "\n".join(lines)
+
+
+def label_lines(label: str, group: Sequence[JSON]) -> list[str]:
+    """What a notebook holds under one label, the last run in full."""
+    latest = group[-1]
+    same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
+    levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
+    lines = [f"## {one_printable_line(label)}", "", *(printable(sentence(r)) for r in levels), "", RATIO_NOTE, ""]
+    for record in levels:
+        lines += [f"Load {record['concurrency']}:", ""] * (len(levels) > 1)
+        lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(record)), ""]
+    lines += [*(printable(line.strip()) for line in explanation_lines(latest)), "",
+              *(f"- {printable(line)}" for line in audit_lines(levels)), ""]
+    if len(levels) > 1:
+        lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
+    for level in sorted({record["concurrency"] for record in group}):
+        past = [record for record in group if record["concurrency"] == level]
+        load = f" at {level} requests at a time" if level > 1 else ""
+        lines += [f"History{load}, `{trend_marks([ratio_in(r) for r in past])}` (lowest `_` to highest `#`):", "",
+                  printable(markdown_table(HISTORY_COLUMNS, history_rows(past))), ""]
+    return lines
 
 
 def csv_report(records: Sequence[JSON]) -> str:
@@ -3450,18 +3402,15 @@ def csv_report(records: Sequence[JSON]) -> str:
     import io
 
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("label", "recorded_at", "concurrency", "ratio", "low", "high", "verdict", "acceptance",
-                     "baseline_tokens_per_s",
-                     "speculative_tokens_per_s", "identical", "compared", "engine", "engine_version", "model"))
+    writer = csv.DictWriter(out, (
+        "label", "recorded_at", "concurrency", "ratio", "low", "high", "verdict", "acceptance", "baseline_tokens_per_s",
+        "speculative_tokens_per_s", "identical", "compared", "engine", "engine_version", "model",
+    ), lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
     for r in records:
         if r.get("kind") == "comparison":
-            speed, texts = r["speedup"] or {}, r["text_comparison"]
-            writer.writerow((r["label"], r["recorded_at"], r["concurrency"], speed.get("ratio"), speed.get("low"),
-                             speed.get("high"),
-                             r["verdict"], (r["acceptance"] or {}).get("rate"), r["baseline_tokens_per_s"],
-                             r["speculative_tokens_per_s"], texts["identical"], texts["compared"], r["engine"],
-                             r["engine_version"], r["model"]))
+            writer.writerow({**r, **r["text_comparison"], **(r["speedup"] or {}),
+                             "acceptance": (r["acceptance"] or {}).get("rate")})
     return out.getvalue().rstrip("\n")
 
 
@@ -3724,7 +3673,7 @@ def reference_truth(log: Sequence[JSON]) -> JSON:
     targets = total["steps"] + total["plain_steps"]
     return {
         **total, "positions": [sum(column) for column in zip(*(e["positions"] for e in log))],
-        "tokens_per_s": total["tokens"] / (decode_s + prefill_s),
+        "tokens_per_s": total["tokens"] / (decode_s + prefill_s), "decode_s": decode_s,
         "decode_tokens_per_s": (total["tokens"] - len(log)) / decode_s,
         "tokens_per_step": (total["tokens"] - len(log)) / targets, "step_s": decode_s / targets,
         "ttft_s": prefill_s / len(log),
@@ -3736,13 +3685,27 @@ def reference_truth(log: Sequence[JSON]) -> JSON:
 
 FAIL_ON = ("slower", "changed-text", "regression")
 OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt-llm",
-          "lmdeploy": "lmdeploy",
-          "tabbyAPI": "tabbyapi", "organization_owner": "lm-studio", "library": "ollama", "koboldcpp": "koboldcpp"}
+          "lmdeploy": "lmdeploy", "tabbyAPI": "tabbyapi", "organization_owner": "lm-studio", "library": "ollama",
+          "koboldcpp": "koboldcpp", "reference": "reference"}
 # Where each engine tells its version; GET, without side effects.  Asked in this order where the engine is not known.
 VERSIONS = (("llama.cpp", "/props", "build_info"), ("sglang", "/server_info", "version"),
-            ("vllm", "/version", "version"),
-            ("tensorrt-llm", "/version", "version"), ("koboldcpp", "/api/extra/version", "version"),
-            ("ollama", "/api/version", "version"), ("tgi", "/info", "version"))
+            ("vllm", "/version", "version"), ("tensorrt-llm", "/version", "version"),
+            ("koboldcpp", "/api/extra/version", "version"), ("ollama", "/api/version", "version"),
+            ("tgi", "/info", "version"))
+
+
+def _number(kind: Callable[[str], Any], low: float, high: float, above: bool = False) -> Callable[[str], Any]:
+    """What reads an int or float from `low` (or only above it) to `high`."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if low <= value <= high and not (above and value == low):
+                return value
+        words = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {words} {'above' if above else 'from'} {low} to {high}")
+
+    return parse
 # Request fields with which an engine tells more; only after it was detected, since others refuse unknown fields.
 ENGINE_EXTRAS: dict[str, JSON] = {"sglang": {"return_spec_tokens_details": True}, "vllm": {"return_token_ids": True}}
 
@@ -3757,44 +3720,14 @@ def _parser(command: str, description: str, epilog: str | None = None) -> argpar
     return parser
 
 
-def _whole(low: int, high: int = 1_000_000) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return parse
-
-
-def _real(low: float, high: float, open_low: bool = False) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or (open_low and value == low):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {'above' if open_low else 'from'} {low:g} to "
-                                             f"{high:g}")
-        return value
-
-    return parse
-
-
 def _listed(each: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [each(part.strip()) for part in text.split(",")]
 
 
-def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
-        return text
-
-    return parse
+def _alarm(text: str) -> str:
+    if text not in FAIL_ON:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(FAIL_ON)}")
+    return text
 
 
 def _json_object(text: str) -> JSON:
@@ -3813,9 +3746,9 @@ def _add_results(group: Any) -> None:
                        help="name of this experiment in the notebook (default %(default)s)")
     group.add_argument("--labbook", default="labbook.md", metavar="FILE",
                        help="notebook to append to (default %(default)s)")
-    group.add_argument("--min-gain", type=_real(-0.99, 100), default=0.0, metavar="G",
+    group.add_argument("--min-gain", type=_number(float, -0.99, 100), default=0.0, metavar="G",
                        help="call it paying only above 1+G, as 0.05 for 5%% (default 0)")
-    group.add_argument("--fail-on", type=_listed(_one_of(FAIL_ON)), action="extend", default=[], metavar="WHAT",
+    group.add_argument("--fail-on", type=_listed(_alarm), action="extend", default=[], metavar="WHAT",
                        help="exit with 3 on any of slower, changed-text, regression (comma list)")
     group.add_argument("--quiet", action="store_true", help="print nothing but errors and --fail-on alarms")
     group.add_argument("--divergence-report", metavar="FILE", help="write a bug report on changed text, in Markdown")
@@ -3830,14 +3763,14 @@ def measure_parser() -> argparse.ArgumentParser:
     parser.add_argument("--speculative-model")
     parser.add_argument("--prompt-set", choices=("builtin", "file"))
     parser.add_argument("--prompts", action="append", default=[])
-    parser.add_argument("--max-tokens", type=_whole(1), default=192)
-    parser.add_argument("--repeats", type=_whole(1), default=1)
-    parser.add_argument("--warmup", type=_whole(0), default=1)
+    parser.add_argument("--max-tokens", type=_number(int, 1, 1_000_000), default=192)
+    parser.add_argument("--repeats", type=_number(int, 1, 1_000_000), default=1)
+    parser.add_argument("--warmup", type=_number(int, 0, 1_000_000), default=1)
     parser.add_argument("--order", choices=("paired", "sequential"), default="paired")
-    parser.add_argument("--concurrency", type=_listed(_whole(1, 4096)), default=[1])
+    parser.add_argument("--concurrency", type=_listed(_number(int, 1, 4096)), default=[1])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=_real(0, 86400, True), default=300.0)
-    parser.add_argument("--triage", type=_whole(0), default=10)
+    parser.add_argument("--timeout", type=_number(float, 0, 86400, True), default=300.0)
+    parser.add_argument("--triage", type=_number(int, 0, 1_000_000), default=10)
     _add_results(parser)
     parser.add_argument("--save-run")
     parser.add_argument("--include-prompts", action="store_true")
@@ -3902,7 +3835,7 @@ class Server:
     snapshot: Snapshot
 
 
-def preflight(arm: str, url: str, args: argparse.Namespace, say: Callable[[str], None]) -> Server:
+def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
     """Check one server before the first request.  UsageError if it cannot be measured."""
     is_baseline = arm == "baseline"
     option = "--baseline-url" if is_baseline else "--speculative-url"
@@ -4068,7 +4001,7 @@ def server_numbers(servers: Sequence[Server], answers: Sequence[Answer | None], 
 
 
 def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server],
-                   say: Callable[[str], None],
+                   say: Say,
                    file: BinaryIO | None, show: bool, simulated: bool = False) -> tuple[list[Measured], str | None]:
     """Measure each concurrency level; also returns what went wrong with the run file, if anything."""
     endpoints = [server.endpoint for server in servers]
@@ -4103,7 +4036,7 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
 
 
 def measure_level(args: argparse.Namespace, prompts: Sequence[Prompt], endpoints: Sequence[Endpoint],
-                  headers: Sequence[JSON], say: Callable[[str], None], file: BinaryIO | None,
+                  headers: Sequence[JSON], say: Say, file: BinaryIO | None,
                   show: bool) -> tuple[Measured, str | None]:
     """Measure one concurrency level, and what went wrong with the run file."""
     level, hosts = headers[0]["concurrency"], [header["host_number"] for header in headers]
@@ -4251,7 +4184,7 @@ def write_divergences(
     return []
 
 
-def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Callable[[str], None]) -> list[str]:
+def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> list[str]:
     """One line for each --fail-on condition that holds."""
     alarms = []
     for record in records:
@@ -4302,7 +4235,7 @@ def compare_command(argv: Sequence[str]) -> int:
 
 
 def runs_to_compare(
-    first: str, others: Sequence[str], say: Callable[[str], None]
+    first: str, others: Sequence[str], say: Say
 ) -> tuple[list[list[Run]], dict[str, JSON]]:
     """For each concurrency level of the baseline its runs, the baseline first; and the triage findings by arm.
 
@@ -4371,34 +4304,34 @@ def break_even_command(argv: Sequence[str]) -> int:
                      "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft cost "
                      "of 0.10 means\n"
                      "that drafting one token takes a tenth of one step of the target.  Leviathan et al. 2023.")
-    parser.add_argument("--chain", type=_listed(_whole(0, 10_000)), default=[2, 4, 8], metavar="K,...",
-                        help="chain lengths (default 2,4,8)")
-    parser.add_argument("--draft-cost", type=_listed(_real(0, 1e6)), default=[0.10, 0.20, 0.35], metavar="C,...",
-                        help="cost of one draft step in target steps (default 0.10,0.20,0.35)")
-    parser.add_argument("--alpha", type=_real(0, 1), metavar="A", help="also print the speed-up at this acceptance")
-    parser.add_argument("--measured-step-cost", type=_real(0, 1e6, True), metavar="X",
-                        help="what a step was seen to cost, in target steps")
-    parser.add_argument("--tokens-per-step", type=_real(0, 1e6, True), metavar="L",
-                        help="tokens that a target step was seen to bring")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--chain", type=_listed(_number(int, 0, 10_000)), default=[2, 4, 8], metavar="K,...",
+        help="chain lengths (default 2,4,8)")
+    add("--draft-cost", type=_listed(_number(float, 0, 1_000_000)), default=[0.10, 0.20, 0.35], metavar="C,...",
+        help="cost of one draft step in target steps (default 0.10,0.20,0.35)")
+    add("--alpha", type=_number(float, 0, 1), metavar="A", help="also print the speed-up at this acceptance")
+    add("--measured-step-cost", type=_number(float, 0, 1_000_000, True), metavar="X",
+        help="what a step was seen to cost, in target steps")
+    add("--tokens-per-step", type=_number(float, 0, 1_000_000, True), metavar="L",
+        help="tokens that a target step was seen to bring")
+    add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    if (args.measured_step_cost is None) != (args.tokens_per_step is None):
+    cost, length = args.measured_step_cost, args.tokens_per_step
+    if (cost is None) != (length is None):
         raise UsageError("--measured-step-cost and --tokens-per-step belong together; give both")
+    cells = [(k, c) for k in args.chain for c in args.draft_cost]
     told: JSON = {"table": []}
-    for chain in args.chain:
-        for cost in args.draft_cost:
-            applies, needed = alpha_needed(chain, 1 + chain * cost)
-            told["table"].append({"chain": chain, "draft_cost": cost, "alpha_needed": needed, "applies": applies})
+    for k, c in cells:
+        applies, needed = alpha_needed(k, 1 + k * c)
+        told["table"].append({"chain": k, "draft_cost": c, "alpha_needed": needed, "applies": applies})
     if args.alpha is not None:
-        told["speedups"] = [{"chain": k, "draft_cost": c, "speedup": speedup(args.alpha, k, c)} for k in args.chain
-                            for c in args.draft_cost]
+        told["speedups"] = [{"chain": k, "draft_cost": c, "speedup": speedup(args.alpha, k, c)} for k, c in cells]
         told["best"] = []
         for c in args.draft_cost:
             chain, best = best_chain(args.alpha, c)
             told["best"].append({"draft_cost": c, "chain": chain, "speedup": best if math.isfinite(best) else None})
-    if args.measured_step_cost is not None:
-        told["measured"] = {"step_cost": args.measured_step_cost, "tokens_per_step": args.tokens_per_step,
-                            "speedup": args.tokens_per_step / args.measured_step_cost}
+    if cost is not None:
+        told["measured"] = {"step_cost": cost, "tokens_per_step": length, "speedup": length / cost}
     print_lines([json.dumps(told)] if args.json else break_even_lines(args, told))
     return MEASURED
 
@@ -4406,28 +4339,26 @@ def break_even_command(argv: Sequence[str]) -> int:
 def break_even_lines(args: argparse.Namespace, told: JSON) -> list[str]:
     """The tables of `break-even` as text."""
 
-    def grid(name: str, entries: Sequence[JSON], shown: Callable[[JSON], str]) -> list[str]:
-        cells = {(entry["chain"], entry["draft_cost"]): shown(entry) for entry in entries}
-        header = ["chain", *(f"c={cost:g}" for cost in args.draft_cost)]
-        return [name, text_table(header, [[f"k={k}", *(cells[k, c] for c in args.draft_cost)] for k in args.chain]), ""]
+    def grid(title: str, cells: Iterator[str]) -> list[str]:
+        rows = [[f"k={k}", *(next(cells) for _ in args.draft_cost)] for k in args.chain]
+        return [title, text_table(["chain", *(f"c={cost:g}" for cost in args.draft_cost)], rows), ""]
 
-    lines = grid("alpha needed to break even:", told["table"],
-                 lambda e: "cannot pay" if e["applies"] == "cannot-pay" else "any" if e["applies"] == "any"
-                 else f"{e['alpha_needed']:.4f}")
+    words = {"cannot-pay": "cannot pay", "any": "any"}
+    lines = grid("alpha needed to break even:",
+                 (words.get(e["applies"]) or f"{e['alpha_needed']:.4f}" for e in told["table"]))
     if args.alpha is not None:
-        lines += grid(f"speed-up at alpha = {args.alpha:g}:", told["speedups"], lambda e: f"{e['speedup']:.3f}")
+        lines += grid(f"speed-up at alpha = {args.alpha:g}:", (f"{e['speedup']:.3f}" for e in told["speedups"]))
         for best in told["best"]:
-            words = f"{best['chain']} ({best['speedup']:.3f}x)" if best["chain"] else "none, no draft pays"
+            found = f"{best['chain']} ({best['speedup']:.3f}x)" if best["chain"] else "none, no draft pays"
             if best["chain"] is None:
                 limit = "without limit" if best["speedup"] is None else f"towards {best['speedup']:.3f}x"
-                words = f"longer is always better, {limit}"
-            lines.append(f"best chain length at c = {best['draft_cost']:g}: {words}")
+                found = f"longer is always better, {limit}"
+            lines.append(f"best chain length at c = {best['draft_cost']:g}: {found}")
     if "measured" in told:
-        ratio = told["measured"]["speedup"]
-        lines.append(f"measured: {args.tokens_per_step:g} tokens per step at a cost of {args.measured_step_cost:g} "
-                     f"target steps: {ratio:.3f}x; "
-                     + ("it pays" if ratio > 1
-                        else "it does not pay") + f"; more than {args.measured_step_cost:g} tokens per step are needed")
+        ratio, cost = told["measured"]["speedup"], f"{args.measured_step_cost:g}"
+        lines.append(f"measured: {args.tokens_per_step:g} tokens per step at a cost of {cost} target steps: "
+                     f"{ratio:.3f}x; {'it pays' if ratio > 1 else 'it does not pay'}; more than {cost} tokens per "
+                     "step are needed")
     return lines
 
 
@@ -4435,58 +4366,56 @@ def calibrate_command(argv: Sequence[str]) -> int:
     """calibrate: measure two servers of known truth, and print the errors."""
     parser = _parser("calibrate", "Measure two servers of known truth on this machine, and print the error of every "
                                   "figure.")
-    parser.add_argument("--alpha", type=_real(0, 1), default=0.8, help="true acceptance of tested drafts (default 0.8)")
-    parser.add_argument("--chain", type=_whole(1, 64), default=4, help="true chain length (default 4)")
-    parser.add_argument("--draft-cost", type=_real(0, 10), default=0.1,
-                        help="true cost of a draft step in target steps (default 0.1)")
-    parser.add_argument("--step-ms", type=_real(0.5, 1000), default=5.0, help="true time of a target step (default 5)")
-    parser.add_argument("--labbook", metavar="FILE", help="also append the records, marked as simulated")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--alpha", type=_number(float, 0, 1), default=0.8, help="true acceptance of tested drafts (default 0.8)")
+    add("--chain", type=_number(int, 1, 64), default=4, help="true chain length (default 4)")
+    add("--draft-cost", type=_number(float, 0, 10), default=0.1,
+        help="true cost of a draft step in target steps (default 0.1)")
+    add("--step-ms", type=_number(float, 0.5, 1000), default=5.0, help="true time of a target step (default 5)")
+    add("--labbook", metavar="FILE", help="also append the records, marked as simulated")
+    add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     if args.labbook:
         check_appendable(args.labbook)
     length = 192 if args.step_ms <= 6 else max(16, int(1100 / args.step_ms))
     plain = Reference(args.alpha, 0, args.draft_cost, args.step_ms / 1000)
     drafting = replace(plain, chain=args.chain, planted=("lighthouse", length // 2))
-    shares = [cpu_share()]
+    share = cpu_share()
     try:
         measured, logs = measure_reference(plain, drafting, length)
     except (RequestFailed, UsageError) as error:
         raise MeasureError(f"a reference server ended before its time ({error}); run calibrate again") from None
-    shares.append(cpu_share())
+    share = min(share, cpu_share())
     rows = calibration_rows(measured, [reference_truth(log) for log in logs], drafting)
     if args.labbook:
         try:
             append_records(args.labbook, measured.result.records())
         except OSError as error:
             raise MeasureError(f"cannot append to {args.labbook}: {error.strerror}") from None
-    bad = [row for row in rows if not row["within"]]
-    busy = min(shares) < 0.9
-    worst = max((abs(row["error"]) for row in rows if row["unit"] == "%" and row["error"] is not None), default=0.0)
+    bad = [row["quantity"] for row in rows if not row["within"]]
+    fit = not bad and share >= 0.9
     if args.json:
-        print_lines([json.dumps({"quantities": rows, "cpu_share": min(shares), "fit": not bad and not busy})])
+        print_lines([json.dumps({"quantities": rows, "cpu_share": share, "fit": fit})])
     else:
-        print_lines(calibration_lines(rows))
-        if not bad and not busy:
-            print_lines(["", f"On this machine, now, ratios are good to {max(worst, 0.05):.1f}%."])
-    if busy:
-        say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {min(shares):.0%} of one when it "
-                      "asked for all); measure again when the machine is idle")
+        worst = max([0.05, *(abs(row["error"]) for row in rows if row["unit"] == "%" and row["error"] is not None)])
+        said = ["", f"On this machine, now, ratios are good to {worst:.1f}%."] if fit else []
+        print_lines(calibration_lines(rows) + said)
+    if share < 0.9:
+        say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {share:.0%} of one when it asked "
+                      "for all); measure again when the machine is idle")
     elif bad:
-        say_on_stderr(f"OUT OF TOLERANCE: {', '.join(row['quantity'] for row in bad)}; most likely the machine is "
-                      f"busy: see what else runs")
-    return COULD_NOT_MEASURE if bad or busy else MEASURED
+        say_on_stderr(f"OUT OF TOLERANCE: {', '.join(bad)}; most likely the machine is busy: see what else runs")
+    return MEASURED if fit else COULD_NOT_MEASURE
 
 
 def measure_reference(plain: Reference, drafting: Reference, length: int) -> tuple[Measured, list[list[JSON]]]:
     """The whole measurement against a reference pair, and what each server logged of the measured requests."""
     with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
-        flags = ["--baseline-url", baseline_url, "--speculative-url", speculative_url, "--max-tokens", str(length),
-                 "--label", "calibrate",
-                 "--api-key-env", "MEASURE_SPECULATIVE_NO_KEY"]
-        options = measure_parser().parse_args(flags)
-        servers = [preflight(arm, url, options, say_on_stderr) for arm, url in arms_of(options)]
-        measured, _ = measure_levels(options, built_in_prompts(), servers, say_on_stderr, None, sys.stderr.isatty(),
+        args = measure_parser().parse_args([
+            "--baseline-url", baseline_url, "--speculative-url", speculative_url, "--max-tokens", str(length),
+            "--label", "calibrate", "--api-key-env", "MEASURE_SPECULATIVE_NO_KEY"])
+        servers = [preflight(arm, url, args, say_on_stderr) for arm, url in arms_of(args)]
+        measured, _ = measure_levels(args, built_in_prompts(), servers, say_on_stderr, None, sys.stderr.isatty(),
                                      simulated=True)
         if measured[0].interrupted:
             raise KeyboardInterrupt
@@ -4499,52 +4428,49 @@ def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Refere
     """Each quantity with its true and its measured value, the error, its unit, and whether that is within tolerance."""
     baseline, candidate = measured.result.endpoints
     comparison, (plain, drafted) = measured.result.comparisons[0], truth
-    acceptance, why = candidate["acceptance"], comparison["break_even"]
-    true_x = drafted["step_s"] / drafting.step_s
+    acceptance, why = candidate["acceptance"] or {}, comparison["break_even"]
     logs = [math.log(plain["request_s"][p] / drafted["request_s"][p]) for p in plain["request_s"]]
-    rows: list[JSON] = []
+    answers = [[r.answer for r in run.completed() if r.answer] for run in measured.runs]
+    late_s = [answer.latency_s for arm in answers for answer in arm]
+    late_s += [-seconds for arm in truth for seconds in arm["request_s"].values()]
+    slow_s = math.fsum(answer.decode_s or 0.0 for answer in answers[0]) - plain["decode_s"]
+    spoken, planted = built_in_prompts()[8].messages[0]["content"], (drafting.planted or ("", 0))[1]
+    found = comparison["text_comparison"]["divergences"] or [{}]
+    rows = [
+        ("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 1.0, "%"),
+        ("speculative tokens/s", drafted["tokens_per_s"], candidate["output_tokens_per_s"], 1.0, "%"),
+        ("ratio", math.exp(math.fsum(logs) / len(logs)), ratio_in(comparison), 0.5, "%"),
+        ("baseline decode tokens/s", plain["decode_tokens_per_s"], baseline["decode_tokens_per_s"], 0.5, "%"),
+        ("speculative decode tokens/s", drafted["decode_tokens_per_s"], candidate["decode_tokens_per_s"], 0.5, "%"),
+        ("verification steps", drafted["steps"], acceptance.get("steps"), 0, "exact"),
+        ("tokens drafted", drafted["drafted"], acceptance.get("drafted"), 0, "exact"),
+        ("tokens accepted", drafted["accepted"], acceptance.get("accepted"), 0, "exact"),
+        ("acceptance rate", drafted["accepted"] / drafted["drafted"], acceptance.get("rate"), 0, "exact"),
+        ("alpha", drafted["accepted"] / (drafted["accepted"] + drafted["rejected"]), acceptance.get("alpha"), 0.02,
+         "absolute"),
+        ("accepted per position", [count / drafted["steps"] for count in drafted["positions"]],
+         acceptance.get("per_position"), 0, "exact"),
+        ("tokens per step", drafted["tokens_per_step"], acceptance.get("tokens_per_target_step"), 0, "exact"),
+        ("step cost, target steps", drafted["step_s"] / drafting.step_s, why["step_cost"], 1.0, "%"),
+        ("draft cost, target steps", drafting.draft_cost, why["draft_cost"], 0.02, "absolute"),
+        ("baseline time to first token, ms", 1000 * plain["ttft_s"], 1000 * baseline["ttft_s"]["mean"], 2.0, "ms"),
+        ("speculative time to first token, ms", 1000 * drafted["ttft_s"], 1000 * candidate["ttft_s"]["mean"], 2.0,
+         "ms"),
+        ("client time per request, ms", 0.0, 1000 * math.fsum(late_s) / sum(map(len, answers)), 3.0, "ms"),
+        ("client time per token, ms", 0.0, 1000 * slow_s / plain["tokens"], 0.05, "ms"),
+        ("planted difference, byte", sum(len(drafting.target_token(spoken, n)) for n in range(planted + 1)) - 1,
+         found[0].get("first_difference_at_byte") if len(found) == 1 else None, 0, "exact"),
+        ("planted near tie", "near-tie", (found[0].get("triage") or {}).get("finding"), 0, "exact"),
+    ]
+    return [_calibrated(*row) for row in rows]
 
-    def add(quantity: str, true: Any, seen: Any, tolerance: float, unit: str = "%") -> None:
-        error = None
-        if seen is not None and unit != "exact":
-            error = 100 * (seen / true - 1) if unit == "%" else seen - true
-        within = seen == true if unit == "exact" else error is not None and abs(error) <= tolerance
-        rows.append({"quantity": quantity, "true": true, "measured": seen, "error": error, "unit": unit,
-                     "within": within})
 
-    add("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 1.0)
-    add("speculative tokens/s", drafted["tokens_per_s"], candidate["output_tokens_per_s"], 1.0)
-    add("ratio", math.exp(math.fsum(logs) / len(logs)), (comparison["speedup"] or {}).get("ratio"), 0.5)
-    add("baseline decode tokens/s", plain["decode_tokens_per_s"], baseline["decode_tokens_per_s"], 0.5)
-    add("speculative decode tokens/s", drafted["decode_tokens_per_s"], candidate["decode_tokens_per_s"], 0.5)
-    for name in ("steps", "drafted", "accepted"):
-        add({"steps": "verification steps"}.get(name, f"tokens {name}"), drafted[name], acceptance[name], 0, "exact")
-    add("acceptance rate", drafted["accepted"] / drafted["drafted"], acceptance["rate"], 0, "exact")
-    tested = drafted["accepted"] + drafted["rejected"]
-    add("alpha", drafted["accepted"] / tested, acceptance["alpha"], 0.02, "absolute")
-    add("accepted per position", [count / drafted["steps"] for count in drafted["positions"]],
-        acceptance["per_position"], 0, "exact")
-    add("tokens per step", drafted["tokens_per_step"], acceptance["tokens_per_target_step"], 0, "exact")
-    add("step cost, target steps", true_x, why["step_cost"], 1.0)
-    add("draft cost, target steps", drafting.draft_cost, why["draft_cost"], 0.02, "absolute")
-    for name, record, true in (("baseline", baseline, plain), ("speculative", candidate, drafted)):
-        add(f"{name} time to first token, ms", 1000 * true["ttft_s"], 1000 * record["ttft_s"]["mean"], 2.0, "ms")
-    late = [1000 * (r.answer.latency_s - true["request_s"].get(prompt, math.nan)) for run,
-            true in zip(measured.runs, truth)
-            for r in run.completed() if r.answer
-            and (prompt := built_in_prompts()[r.prompt_index].messages[0]["content"])]
-    add("client time per request, ms", 0.0, math.fsum(late) / len(late), 3.0, "ms")
-    slow_s = math.fsum(r.answer.decode_s or 0.0 for r in measured.runs[0].completed()
-                       if r.answer) - plain["tokens"] / plain["decode_tokens_per_s"] * (
-        1 - len(logs) / plain["tokens"])
-    add("client time per token, ms", 0.0, 1000 * slow_s / plain["tokens"], 0.05, "ms")
-    place = sum(len(drafting.target_token(built_in_prompts()[8].messages[0]["content"], n))
-                for n in range((drafting.planted or ("", 0))[1] + 1)) - 1
-    found = comparison["text_comparison"]["divergences"]
-    add("planted difference, byte", place, found[0]["first_difference_at_byte"] if len(found) == 1 else None, 0,
-        "exact")
-    add("planted near tie", "near-tie", (found[0]["triage"] or {}).get("finding") if found else None, 0, "exact")
-    return rows
+def _calibrated(quantity: str, true: Any, seen: Any, tolerance: float, unit: str) -> JSON:
+    error, within = None, seen == true
+    if unit != "exact":
+        error = None if seen is None else 100 * (seen / true - 1) if unit == "%" else seen - true
+        within = error is not None and abs(error) <= tolerance
+    return {"quantity": quantity, "true": true, "measured": seen, "error": error, "unit": unit, "within": within}
 
 
 def calibration_lines(rows: Sequence[JSON]) -> list[str]:
@@ -4552,17 +4478,17 @@ def calibration_lines(rows: Sequence[JSON]) -> list[str]:
 
     def shown(value: Any) -> str:
         if isinstance(value, list):
-            return " ".join(f"{part:.3f}" for part in value)
+            return " ".join(map(shown, value))
         if isinstance(value, float):
             return f"{round(value, 3) + 0.0:.3f}"
         return "unknown" if value is None else str(value)
 
     cells = []
     for row in rows:
-        unit = {"%": "%", "ms": " ms"}.get(row["unit"], "")
-        error = "unknown" if row["error"] is None else f"{round(row['error'], 3) + 0.0:+.3f}{unit}"
-        if row["unit"] == "exact":
-            error = "none" if row["within"] else "WRONG"
+        error = "none" if row["within"] else "WRONG"
+        if row["unit"] != "exact":
+            unit = {"%": "%", "ms": " ms"}.get(row["unit"], "")
+            error = "unknown" if row["error"] is None else f"{round(row['error'], 3) + 0.0:+.3f}{unit}"
         cells.append([row["quantity"], shown(row["true"]), shown(row["measured"]), error + " !" * (not row["within"])])
     return [text_table(("Quantity", "True", "Measured", "Error"), cells)]
 
@@ -4582,7 +4508,7 @@ def say_on_stderr(words: str) -> None:
         sys.stderr.flush()
 
 
-def speaker(quiet: bool) -> Callable[[str], None]:
+def speaker(quiet: bool) -> Say:
     """What takes words for the user beside the results; nothing does where it has to be quiet."""
     return (lambda words: None) if quiet else say_on_stderr
 
