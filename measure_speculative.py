@@ -264,40 +264,46 @@ def load_prompts(paths: Sequence[str]) -> tuple[list[Prompt], list[str]]:
     """Prompts from files and folders, in order, and notes for the user.  UsageError names file:line and reason."""
     prompts: list[Prompt] = []
     first_turns = 0
-    for path in paths:
-        for file in _prompt_files(path):
-            for place, value in _prompt_entries(file):
-                prompt, is_turn = _as_prompt(value, place, file, len(prompts) + 1)
-                prompts.append(prompt)
-                first_turns += is_turn
+    for file in [file for path in paths for file in prompt_files(path)]:
+        for place, value in _prompt_entries(file):
+            prompt, is_turn = _as_prompt(value, place, file, len(prompts) + 1)
+            prompts.append(prompt)
+            first_turns += is_turn
     if not prompts:
         raise UsageError(f"no prompts in {', '.join(paths)}: write one prompt per line, or JSON Lines")
     some = f"{first_turns} prompt{'s have' if first_turns > 1 else ' has'} several turns; only the first turn is used"
-    notes = [some] if first_turns else []
-    return prompts, notes
+    return prompts, [some] if first_turns else []
 
 
-def _prompt_files(path: str) -> list[str]:
+def prompt_files(path: str) -> list[str]:
+    """The file itself, or the prompt files of a folder."""
     if not os.path.isdir(path):
         return [path]
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
         raise UsageError(f"cannot read the folder {path}: {error.strerror}") from None
-    files = [os.path.join(path, name) for name in names if name.endswith((".txt", ".jsonl", ".json"))]
-    files = [file for file in files if os.path.isfile(file) and not os.path.basename(file).startswith(".")]
+    files = [file for name in names if name.endswith((".txt", ".jsonl", ".json")) and not name.startswith(".")
+             and os.path.isfile(file := os.path.join(path, name))]
     if not files:
         raise UsageError(f"the folder {path} holds no prompt file (.txt, .jsonl, .json)")
     return files
 
 
-def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
-    """(place, text or JSON value) for each prompt of a file; place is file:line, or the item of an array."""
+def read_bytes(path: str, pipe_allowed: bool = False) -> bytes:
+    """All of a file the user named.  UsageError where it cannot be read."""
     try:
+        if not pipe_allowed:
+            check_ordinary(path)
         with open(path, "rb") as file:
-            raw = file.read()
+            return file.read()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
+    """(place, text or JSON value) for each prompt of a file; place is file:line, or the item of an array."""
+    raw = read_bytes(path, pipe_allowed=True)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -312,35 +318,31 @@ def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
             raise UsageError(f"{path}:1: not a JSON array of prompts; for one object per line name it .jsonl")
         yield from ((f"{path}: item {number}", item) for number, item in enumerate(items, 1))
         return
-    lines: list[str] = re.split(r"\r\n|\r|\n", text)
-    for number, line in enumerate(lines, 1):
-        place = f"{path}:{number}"
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         if line.strip():
             try:
-                yield place, loads(line) if path.endswith(".jsonl") else line.strip()
+                yield f"{path}:{number}", loads(line) if path.endswith(".jsonl") else line.strip()
             except ValueError as error:
-                raise UsageError(f"{place}: not JSON: {error}") from None
+                raise UsageError(f"{path}:{number}: not JSON: {error}") from None
 
 
 def _as_prompt(value: Any, place: str, path: str, number: int) -> tuple[Prompt, bool]:
     """The prompt, and whether it is the first of several turns."""
     stem = os.path.splitext(os.path.basename(path))[0]
     entry = {"prompt": value} if isinstance(value, str) else as_dict(value)
-    turns = entry.get("turns")
-    messages = entry.get("messages")
-    text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
+    turns, messages, is_turn = entry.get("turns"), entry.get("messages"), False
     if "messages" in entry:
         if not (isinstance(messages, list) and messages and all(as_dict(m).get("role") for m in messages)):
             raise UsageError(f"{place}: \"messages\" is not a list of objects with a role")
-    elif isinstance(text, str) and text.strip():
-        messages = [{"role": "user", "content": text}]
     else:
-        raise UsageError(f"{place}: no text under \"prompt\", \"messages\" or \"turns\"")
+        text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
+        if not isinstance(text, str) or not text.strip():
+            raise UsageError(f"{place}: no text under \"prompt\", \"messages\" or \"turns\"")
+        messages, is_turn = [{"role": "user", "content": text}], isinstance(turns, list) and len(turns) > 1
     if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
         raise UsageError(f"{place}: holds half of a surrogate pair, which is no character")
     identity = next((entry[key] for key in ("id", "question_id") if entry.get(key) is not None), f"{stem}-{number}")
     workload = entry.get("workload") or entry.get("category") or stem
-    is_turn = "messages" not in entry and isinstance(turns, list) and len(turns) > 1
     return Prompt(str(identity), str(workload), tuple(messages)), is_turn
 
 
@@ -461,10 +463,10 @@ def same_server(url: str, other: str) -> bool:
 def redacted(text: str, key: str, least: int = 1) -> str:
     """The text without a key of `least` characters or more, however a server that echoes it may have spelled it."""
     if len(key) >= least and key:
-        quoted = [urllib.parse.quote(key), urllib.parse.quote(key, safe="")]
-        written = [json.dumps(key)[1:-1], key.replace("/", "\\/")]
         markup = key.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
-        for form in sorted({key, markup, *quoted, *written}, key=len, reverse=True):
+        spellings = {key, markup, urllib.parse.quote(key), urllib.parse.quote(key, safe=""), json.dumps(key)[1:-1],
+                     key.replace("/", "\\/")}
+        for form in sorted(spellings, key=len, reverse=True):
             text = text.replace(form, "[key]")
     return text
 
@@ -490,9 +492,8 @@ def one_line(text: str, limit: int = 300) -> str:
 def open_url(url: str, key: str, timeout_s: float, body: JSON | None = None) -> http.client.HTTPResponse:
     """The response to a GET, or to a POST of `body`; RequestFailed says why there is none."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    data = None
-    if body is not None:
-        data = json.dumps(body).encode()
+    data = None if body is None else json.dumps(body).encode()
+    if data is not None:
         headers["Content-Type"] = "application/json"
     try:
         response = _opener().open(urllib.request.Request(url, data, headers), timeout=timeout_s)
@@ -506,25 +507,22 @@ def open_url(url: str, key: str, timeout_s: float, body: JSON | None = None) -> 
 
 def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
     """An HTTP error status in the server's own words."""
-    with error:
-        try:
-            body = error.read(65536)
-        except (OSError, http.client.HTTPException):
-            body = b""
-    try:
-        said = loads(body.decode("utf-8", "replace"))
+    body = b""
+    with error, contextlib.suppress(OSError, http.client.HTTPException):
+        body = error.read(65536)
+    text = "an HTML page" if body.lstrip()[:1] == b"<" else body.decode("utf-8", "replace")
+    with contextlib.suppress(ValueError):
+        said = loads(text)
         inner = as_dict(said).get("error") or said
         words = as_dict(inner).get("message") or as_dict(inner).get("detail") or inner
         text = words if isinstance(words, str) else json.dumps(words)
-    except ValueError:
-        looks_html = body.lstrip()[:1] == b"<"
-        text = "an HTML page" if looks_html else body.decode("utf-8", "replace")
     if 300 <= error.code < 400:
         text = f"redirects to {error.headers.get('Location')}; redirects are not followed, give the final URL"
+    text = text or error.reason
     if error.code >= 500 and error.code != 503:
-        text = f"{text or error.reason}; see the server's log"
+        text = f"{text}; see the server's log"
     retry_after = error.headers.get("Retry-After") if error.headers else None
-    return RequestFailed(one_line(redacted(f"HTTP {error.code}: {text or error.reason}", key)), error.code, retry_after)
+    return RequestFailed(one_line(redacted(f"HTTP {error.code}: {text}", key)), error.code, retry_after)
 
 
 def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
@@ -543,17 +541,15 @@ def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
 def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
     """The body in pieces as they arrive, unpacked where it is gzip; IncompleteRead where it was cut."""
     left = response.length if not response.chunked else None
-    total, first = 0, True
-    unpack = None
+    total, unpack = 0, None
     while left is None or left > 0:
         # read1 returns what has arrived; its own book-keeping of Content-Length differs between versions.
         piece = response.read1(65536 if left is None else min(65536, left))
         if not piece:
             break
         left = None if left is None else left - len(piece)
-        if first:
-            first = False
-            unpack = zlib.decompressobj(31) if piece[:1] == b"\x1f" else None
+        if not total and unpack is None and piece[:1] == b"\x1f":
+            unpack = zlib.decompressobj(31)
         if unpack:
             try:
                 piece = unpack.decompress(piece)
@@ -592,7 +588,11 @@ def patiently(call: Callable[[], Any], say: Say, who: str) -> tuple[Any, float]:
         except RequestFailed as error:
             if error.status not in (429, 503):
                 raise
-            pause = min(max(_seconds(error.retry_after, growing), 0.5), MAX_WAIT_S)
+            pause = growing
+            with contextlib.suppress(ValueError):  # a date is allowed too; the usual pause is as good
+                told = float(error.retry_after or growing)
+                pause = told if math.isfinite(told) else growing
+            pause = min(max(pause, 0.5), MAX_WAIT_S)
             if waited + pause > MAX_WAIT_S:
                 when = "the model is loaded" if error.status == 503 else "it is less busy"
                 words = f"{error} - still so after waiting {waited:.0f} s; try again when {when}"
@@ -602,14 +602,6 @@ def patiently(call: Callable[[], Any], say: Say, who: str) -> tuple[Any, float]:
                 next_word = waited + 10
             time.sleep(pause)
             waited, growing = waited + pause, min(growing * 2, 10.0)
-
-
-def _seconds(retry_after: str | None, otherwise: float) -> float:
-    try:
-        seconds = float(retry_after or otherwise)
-    except ValueError:  # a date is allowed too; the usual pause is as good
-        return otherwise
-    return seconds if math.isfinite(seconds) else otherwise
 
 
 def complete(endpoint: Endpoint, messages: Sequence[JSON]) -> Answer:
@@ -635,10 +627,9 @@ def post_chat(
 
 
 def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -> Answer:
-    pieces = body_pieces(response)
+    pieces, builder = body_pieces(response), AnswerBuilder(started, key)
     first = next(pieces, b"")
     as_stream = "event-stream" in (response.headers.get("Content-Type") or "").lower()
-    builder = AnswerBuilder(started, key)
     if as_stream or re.match(rb"(\xef\xbb\xbf)?\s*(data|event|id|retry)?:", first):
         builder.add_stream(first, pieces)
         return builder.answer(streamed=True)
@@ -672,11 +663,9 @@ class AnswerBuilder:
 
     def __init__(self, started: float, key: str = "") -> None:
         self.started, self.key = started, key
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
+        self.texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self.finish_reason: str | None = None
-        self.usage: JSON = {}
-        self.statistics: JSON = {}
+        self.usage, self.statistics = JSON(), JSON()
         self.first_at = self.last_text_at = self.last_at = None  # type: float | None
         self.first_tokens: int | None = None
         self.done = self.undecodable = self.several_choices = False
@@ -715,22 +704,17 @@ class AnswerBuilder:
 
     def add(self, event: Any, at: float) -> None:
         """Take in one event; RequestFailed for an error object, whatever came before it."""
-        event = as_dict(event)
-        self.last_at = at
+        event, self.last_at = as_dict(event), at
         if event.get("error") or (event.get("object") == "error" and event.get("message")):
             error = event.get("error") or event
             words = as_dict(error).get("message") or error
             said = one_line(redacted(f"sent an error instead of an answer: {words}", self.key))
             raise RequestFailed(said + "; see the server's log")
-        usage = event.get("usage")
-        if isinstance(usage, dict):
-            self.usage = usage
+        self.usage = as_dict(event.get("usage")) or self.usage
         choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             self._add_choice(as_dict(choice), at)
-        for name in STATISTICS_KEYS:
-            if event.get(name):
-                self.statistics[name] = event[name]
+        self.statistics.update({name: event[name] for name in STATISTICS_KEYS if event.get(name)})
 
     def _add_choice(self, choice: JSON, at: float) -> None:
         if choice.get("index", 0) != 0:
@@ -740,12 +724,11 @@ class AnswerBuilder:
         content = _text_of(part.get("content"))
         reasoning = _text_of(part.get("reasoning_content") or part.get("reasoning"))
         if content or reasoning:
-            self.content.append(content)
-            self.reasoning.append(reasoning)
+            self.texts["content"].append(content)
+            self.texts["reasoning"].append(reasoning)
             self.last_text_at = at
             if self.first_at is None:
-                self.first_at = at
-                ids = choice.get("token_ids")
+                self.first_at, ids = at, choice.get("token_ids")
                 told = as_count(self.usage.get("completion_tokens"))
                 self.first_tokens = len(ids) if isinstance(ids, list) else told
         if choice.get("finish_reason"):
@@ -755,26 +738,22 @@ class AnswerBuilder:
 
     def answer(self, streamed: bool) -> Answer:
         """The answer so far; RequestFailed where it is not whole."""
-        content, damaged = _joined(self.content, self.key)
-        reasoning, damaged_too = _joined(self.reasoning, self.key)
+        content, damaged = _joined(self.texts["content"], self.key)
+        reasoning, damaged_too = _joined(self.texts["reasoning"], self.key)
         if not (self.done or self.finish_reason):
-            raise RequestFailed(
-                f"the answer ended without a finish reason and without [DONE] ({len(content)} characters had come); "
-                "did the server stop or crash? See its log"
-            )
+            raise RequestFailed(f"the answer ended without a finish reason and without [DONE] ({len(content)} "
+                                "characters had come); did the server stop or crash? See its log")
         if self.unreadable and not (content or reasoning):
             raise RequestFailed("sent a stream that cannot be read: no event of it is JSON")
-        details = as_dict(self.usage.get("completion_tokens_details"))
-        if details:
+        if details := as_dict(self.usage.get("completion_tokens_details")):
             self.statistics["usage_details"] = details
         tokens = None if self.several_choices else as_count(self.usage.get("completion_tokens"))
         timings = as_dict(self.statistics.get("timings"))
         cached = as_count(as_dict(self.usage.get("prompt_tokens_details")).get("cached_tokens"))
-        decode_s, decode_tokens, source = self._decode_time(timings, tokens, streamed)
         return Answer(
             content, reasoning, self.finish_reason, (self.last_at or self.started) - self.started,
             self.first_at - self.started if streamed and self.first_at is not None else None,
-            decode_s, decode_tokens, source, tokens, as_count(self.usage.get("prompt_tokens")),
+            *self._decode_time(timings, tokens, streamed), tokens, as_count(self.usage.get("prompt_tokens")),
             as_count(timings.get("cache_n")) if cached is None else cached,
             scrubbed(self.statistics, self.key), streamed, self.undecodable or damaged or damaged_too,
         )
@@ -854,6 +833,11 @@ class Sample(NamedTuple):
     kind: str  # "counter", "gauge", "histogram", "summary" or "unknown"
     series: str
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What tells a series from others."""
+        return self.name, self.labels
+
     def label(self, *names: str) -> str | None:
         """The value of the first of these labels that the sample has."""
         return next((value for name, value in self.labels if name in names), None)
@@ -881,28 +865,20 @@ def parse_metrics(text: str) -> list[Sample]:
             words = line.split(None, 3)
             if len(words) == 4 and words[1] == "TYPE":
                 kinds[words[2]] = words[3].strip()
-            continue
-        match = _SAMPLE.match(line)
-        if not match:
-            continue
-        name, inside, number = match.groups()
-        try:
-            value = float(number)
-        except ValueError:
-            continue
-        labels: tuple[tuple[str, str], ...] = ()
-        if inside:
-            if _LABEL.sub("", inside.strip()):
+        elif match := _SAMPLE.match(line):
+            name, inside, number = match.groups()
+            inside = (inside or "").strip()
+            if inside and _LABEL.sub("", inside):
                 continue  # not all between the braces is labels
-            found = _LABEL.findall(inside.strip())
-            labels = tuple(sorted((key, _unescaped(text) if "\\" in text else text) for key, text in found))
-        kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
-        samples.append(Sample(name, labels, value, kind, line[: match.start(3)].strip()))
+            labels = tuple(sorted((key, _unescaped(text)) for key, text in _LABEL.findall(inside)))
+            with contextlib.suppress(ValueError):
+                kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
+                samples.append(Sample(name, labels, float(number), kind, line[: match.start(3)].strip()))
     return samples
 
 
 def _unescaped(raw: str) -> str:
-    return re.sub(r"\\[\\\"n]", lambda match: _ESCAPES[match.group()], raw)
+    return re.sub(r"\\[\\\"n]", lambda match: _ESCAPES[match.group()], raw) if "\\" in raw else raw
 
 
 # Tokens that the server says it generated: compared with those received, to find other clients.
@@ -988,14 +964,12 @@ def find_metrics(endpoint: Endpoint) -> tuple[Endpoint, Snapshot]:
     if endpoint.engine == "tensorrt-llm":  # its /metrics is JSON and is emptied by every read
         page = endpoint.root + "/prometheus/metrics"
     endpoint = replace(endpoint, metrics_url=given or page)
-    snapshot = metrics_snapshot(endpoint)
-    if given or snapshot.samples is not None:
-        return endpoint, snapshot
-    retry = None
-    if "HTTP 400" in (snapshot.unavailable or "") and "model" in (snapshot.unavailable or ""):
-        retry = f"{page}?model={urllib.parse.quote(endpoint.model, safe='', errors='replace')}"
-    elif "JSON" in (snapshot.unavailable or ""):
-        retry = endpoint.root + "/prometheus/metrics"
+    snapshot, retry = metrics_snapshot(endpoint), None
+    if snapshot.unavailable and not given:
+        if "HTTP 400" in snapshot.unavailable and "model" in snapshot.unavailable:
+            retry = f"{page}?model={urllib.parse.quote(endpoint.model, safe='', errors='replace')}"
+        elif "JSON" in snapshot.unavailable:
+            retry = endpoint.root + "/prometheus/metrics"
     if retry:
         second = metrics_snapshot(replace(endpoint, metrics_url=retry))
         if second.samples is not None:
@@ -1016,17 +990,16 @@ def counter_growth(before: Snapshot, after: Snapshot) -> Growth:
     """What the counters grew by; void where a page is missing or the server was restarted in between."""
     if before.samples is None or after.samples is None:
         return Growth(None, before.unavailable or after.unavailable)
-    old = {(s.name, s.labels): s.value for s in before.samples if is_counter(s)}
+    old = {s.identity: s.value for s in before.samples if is_counter(s)}
     new = [s for s in after.samples if is_counter(s)]
-    born = {(s.name, s.labels): s.value for s in before.samples if s.name.endswith("_created")}
-    reborn = any(born.get((s.name, s.labels), s.value) != s.value for s in after.samples)
-    lost = {key for key, value in old.items() if value > 0} - {(s.name, s.labels) for s in new}
-    fell = any(s.value < old.get((s.name, s.labels), 0.0) for s in new)
+    born = {s.identity: s.value for s in before.samples if s.name.endswith("_created")}
+    reborn = any(born.get(s.identity, s.value) != s.value for s in after.samples)
+    lost = {key for key, value in old.items() if value > 0} - {s.identity for s in new}
+    fell = any(s.value < old.get(s.identity, 0.0) for s in new)
     if before.process != after.process or reborn or lost or fell:
         return Growth(None, "counters were reset during the run: the server was restarted", reset=True)
     return Growth(tuple(
-        s._replace(value=s.value - old.get((s.name, s.labels), 0.0), kind="rounded" if is_rounded(s) else s.kind)
-        for s in new
+        s._replace(value=s.value - old.get(s.identity, 0.0), kind="rounded" if is_rounded(s) else s.kind) for s in new
     ))
 
 
@@ -1047,13 +1020,13 @@ def block_growth(before: Snapshot, after: Snapshot, received: int | None) -> Gro
 
 def added_growth(parts: Sequence[Growth]) -> Growth:
     """Growth over several stretches; void if any of them is."""
-    total: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
+    total: dict[Any, Sample] = {}
     for part in parts:
         if part.samples is None:
             return part
         for s in part.samples:
-            seen = total.get((s.name, s.labels))
-            total[s.name, s.labels] = s._replace(value=s.value + (seen.value if seen else 0.0))
+            seen = total.get(s.identity)
+            total[s.identity] = s._replace(value=s.value + (seen.value if seen else 0.0))
     return Growth(tuple(total.values())) if parts else Growth(None, "no metrics were read")
 
 
@@ -1471,37 +1444,27 @@ def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "p
     Paired: all arms back to back for each prompt, the order rotating at every pair, so that drift and the
     second place cancel instead of becoming a speed-up; each round starts one further, so no prompt keeps its order.
     """
+
+    def turn(by: int) -> list[tuple[int, int]]:
+        return [(place, (place + by) % arms) for place in range(arms)]
+
     groups = {name: [i for i, w in enumerate(workloads) if w == name] for name in dict.fromkeys(workloads)}
     blocks: list[Block] = []
-    if concurrency > 1:
-        for round_ in range(repeats):
-            for number, (name, prompts) in enumerate(groups.items()):
-                copies = math.ceil(max(len(prompts), 2 * concurrency) / len(prompts))
-                for place, arm in enumerate(_rotated(arms, number + round_)):
-                    blocks.append(Block(name, tuple(
-                        Shot(arm, prompt, round_ * copies + copy, place) for copy in range(copies) for prompt in prompts
-                    )))
-        return _by_arm(blocks) if order == "sequential" else blocks
     for round_ in range(repeats):
-        pair = round_
-        for name, prompts in groups.items():
-            shots = []
-            for prompt in prompts:
-                shots += [Shot(arm, prompt, round_, place) for place, arm in enumerate(_rotated(arms, pair))]
-                pair += 1
-            blocks.append(Block(name, tuple(shots)))
+        pairs = itertools.count(round_)
+        for number, (name, prompts) in enumerate(groups.items()):
+            if concurrency == 1:
+                blocks.append(Block(name, tuple(Shot(arm, prompt, round_, place) for prompt in prompts
+                                                for place, arm in turn(next(pairs)))))
+                continue
+            copies = math.ceil(max(len(prompts), 2 * concurrency) / len(prompts))
+            repeat = range(round_ * copies, (round_ + 1) * copies)
+            blocks += [Block(name, tuple(Shot(arm, prompt, copy, place) for copy in repeat for prompt in prompts))
+                       for place, arm in turn(number + round_)]
     if order == "sequential":
-        split = [Block(b.workload, tuple(s for s in b.shots if s.arm == arm)) for arm in range(arms) for b in blocks]
-        return _by_arm(split)
+        parts = [Block(b.workload, tuple(s for s in b.shots if s.arm == arm)) for arm in range(arms) for b in blocks]
+        return [block for block in parts if block.shots]
     return blocks
-
-
-def _rotated(arms: int, by: int) -> list[int]:
-    return [(position + by) % arms for position in range(arms)]
-
-
-def _by_arm(blocks: list[Block]) -> list[Block]:
-    return sorted(blocks, key=lambda block: block.shots[0].arm)
 
 
 class Recorder:
@@ -2706,14 +2669,8 @@ def check_appendable(path: str, what: str = "lab notebook", option: str = "--lab
 
 def read_json_lines(path: str, warn: Say) -> list[JSON]:
     """The JSON objects among the lines of a file; prose is skipped, a damaged line named in a warning."""
-    try:
-        check_ordinary(path)
-        with open(path, "rb") as file:
-            lines = file.read().lstrip(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_bytes(path).lstrip(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.lstrip().startswith(b"{") and b"\0" not in line:  # zero bytes are what a power cut leaves
             continue
         try:
@@ -4107,7 +4064,7 @@ def measure_command(argv: Sequence[str]) -> int:
     say = speaker(args.quiet)
     arms = arms_of(args)
     prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])
-    check_outputs(args, [file for path in args.prompts for file in _prompt_files(path)])
+    check_outputs(args, [file for path in args.prompts for file in prompt_files(path)])
     for note in notes:
         say(note)
     servers = [preflight(arm, url, args, say) for arm, url in arms]
