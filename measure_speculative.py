@@ -1470,12 +1470,18 @@ def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "p
 class Recorder:
     """Where readings go as they are taken: kept, written to the run file at once, and shown as progress."""
 
-    def __init__(self, say: Say, file: BinaryIO | None, total: int, show: bool) -> None:
-        self.say, self.file, self.total, self.show = say, file, total, show
+    def __init__(self, say: Say, file: BinaryIO | None = None, show: bool = False) -> None:
+        self.say, self.file, self.show = say, file, show
+        self.write_error: str | None = None
+        self.begin((), 0)
+
+    def begin(self, headers: Iterable[JSON], total: int) -> None:
+        """Start a level of `total` requests under these conditions."""
         self.readings: list[Reading] = []
         self.counted: list[Counted] = []
-        self.started = time.monotonic()
-        self.write_error: str | None = None
+        self.started, self.total = time.monotonic(), total
+        for header in headers:
+            self.write({"kind": "run", **header})
 
     def write(self, line: JSON) -> None:
         """One line of the run file; a file that cannot be written any more does not stop the measurement."""
@@ -1497,9 +1503,7 @@ class Recorder:
             done = len(self.readings)
             left = (time.monotonic() - self.started) / done * (self.total - done)
             remaining = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            status = f"{done}/{self.total}  {reading.arm}  {reading.prompt_id}  about {remaining} left"
-            sys.stderr.write("\r" + printable(status)[:78].ljust(78))
-            sys.stderr.flush()
+            self._overwrite(f"{done}/{self.total}  {reading.arm}  {reading.prompt_id}  about {remaining} left")
 
     def add_counted(self, counted: Counted) -> None:
         """Keep what a server counted around a block."""
@@ -1509,7 +1513,12 @@ class Recorder:
     def clear_progress(self) -> None:
         """Wipe the progress line."""
         if self.show:
-            sys.stderr.write("\r" + " " * 78 + "\r")
+            self._overwrite("")
+            sys.stderr.write("\r")
+
+    def _overwrite(self, status: str) -> None:
+        sys.stderr.write("\r" + printable(status)[:78].ljust(78))
+        sys.stderr.flush()
 
 
 def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say,
@@ -3795,10 +3804,9 @@ class Server:
 def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
     """Check one server before the first request.  UsageError if it cannot be measured."""
     is_baseline = arm == "baseline"
-    option = "--baseline-url" if is_baseline else "--speculative-url"
-    api, root = base_urls(url, option)
-    key, who = api_key(args.api_key_env), f"{arm} server {api}"
-    side_s = min(args.timeout, SIDE_TIMEOUT_S)
+    api, root = base_urls(url, "--baseline-url" if is_baseline else "--speculative-url")
+    key, who, side_s = api_key(args.api_key_env), f"{arm} server {api}", min(args.timeout, SIDE_TIMEOUT_S)
+    listed, headers = None, http.client.HTTPMessage()
     try:
         (page, headers), _ = patiently(lambda: get_json(api + "/models", key, side_s), say, who)
         listed = as_dict(page).get("data")
@@ -3807,67 +3815,46 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
             raise UsageError(f"{who}: {error}; {key_words(key, args.api_key_env)}") from None
         if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
             raise UsageError(f"{who}: {error}") from None
-        listed, headers = None, http.client.HTTPMessage()
-    except ValueError:
-        listed, headers = None, http.client.HTTPMessage()
+    except ValueError:  # no list of models: the first request will tell
+        pass
     entries = [as_dict(entry) for entry in listed] if isinstance(listed, list) else []
-    served = [str(entry["id"]) for entry in entries if entry.get("id")]
+    served = tuple(str(entry["id"]) for entry in entries if entry.get("id"))
     wanted = args.model if is_baseline else args.speculative_model or args.model
     if not wanted and len(served) != 1:
-        raise UsageError(f"{who} lists {len(served)} models; name one with --model"
-                         + (f": {', '.join(served)}" if served else ""))
+        some = f": {', '.join(served)}" if served else ""
+        raise UsageError(f"{who} lists {len(served)} models; name one with --model{some}")
     model = wanted or served[0]
     entry = next((e for e in entries if e.get("id") == model), entries[0] if len(entries) == 1 else {})
     if served and model not in served:
         say(f"{who} does not list the model {model}; it lists: {', '.join(served)}")
-    engine, version, about = identify(root, key, side_s, entry, headers)
-    extra = {**args.extra_body, **(args.baseline_extra_body if is_baseline else args.speculative_extra_body)}
+    engine, version, about = identify(root, key, side_s, entry, headers.get("Server") or "")
     request = {"max_tokens": args.max_tokens, "temperature": 0.0, "top_p": 1.0, "seed": args.seed,
-               **ENGINE_EXTRAS.get(engine, {}), **extra}
-    endpoint = Endpoint(arm, api, root, model, key, args.api_key_env, request, not args.no_stream, args.timeout,
-                        args.baseline_metrics_url if is_baseline else args.speculative_metrics_url, engine,
-                        tuple(served))
-    endpoint, snapshot = find_metrics(endpoint)
+               **ENGINE_EXTRAS.get(engine, {}), **args.extra_body,
+               **(args.baseline_extra_body if is_baseline else args.speculative_extra_body)}
+    endpoint, snapshot = find_metrics(Endpoint(
+        arm, api, root, model, key, args.api_key_env, request, not args.no_stream, args.timeout,
+        args.baseline_metrics_url if is_baseline else args.speculative_metrics_url, engine, served))
     if engine == "unknown":
-        for prefix, name in (("vllm:", "vllm"), ("sglang:", "sglang"), ("lmdeploy:", "lmdeploy"), ("tgi_", "tgi"),
-                             ("trtllm_", "tensorrt-llm"), ("llamacpp:", "llama.cpp")):
-            if any(sample.name.startswith(prefix) for sample in snapshot.samples or ()):
-                engine = name if entry.get("owned_by") != "reference" else "reference"
-    findings = [] if snapshot.samples is not None else [finding("metrics-unavailable", snapshot.unavailable or "")]
-    busy = (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0)
-    if busy:
-        findings.append(finding("busy", f"the server had {busy:.0f} requests of somebody else's running or waiting "
-                                        f"at the start", requests=busy))
-        say(f"{who} is busy: {busy:.0f} requests of somebody else's are running or waiting; figures will be disturbed")
+        names = [sample.name for sample in snapshot.samples or ()]
+        engine = next((name for prefix, name in SERIES.items() if any(n.startswith(prefix) for n in names)), engine)
+    findings = [finding("metrics-unavailable", snapshot.unavailable)] if snapshot.unavailable else []
+    if busy := (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0):
+        words = f"{busy:.0f} requests of somebody else's"
+        findings.append(finding("busy", f"the server had {words} running or waiting at the start", requests=busy))
+        say(f"{who} is busy: {words} are running or waiting; figures will be disturbed")
     return Server(endpoint, engine, version, {**about, **memory_of(snapshot)}, findings, snapshot)
 
 
-def identify(
-    root: str, key: str, timeout_s: float, entry: JSON, headers: http.client.HTTPMessage
-) -> tuple[str, str, JSON]:
+def identify(root: str, key: str, timeout_s: float, entry: JSON, banner: str) -> tuple[str, str, JSON]:
     """(engine, version, what the server tells of itself: context, quantization, cache), by what it sends."""
     engine = OWNERS.get(str(entry.get("owned_by")), "unknown")
-    banner = headers.get("Server") or ""
     if banner.startswith("llama.cpp"):
         engine = "llama.cpp"
-    elif banner.startswith("BaseHTTP") and engine == "unknown" and entry.get("owned_by") is None and entry:
+    elif banner.startswith("BaseHTTP") and entry and entry.get("owned_by") is None:
         engine = "mlx-lm"
-    version, told = "unknown", JSON()
-    for name, path, field_name in VERSIONS:
-        if engine not in ("unknown", name) or (engine == "unknown" and entry.get("owned_by") == "reference"):
-            continue
-        with contextlib.suppress(RequestFailed, ValueError):
-            told = as_dict(get_json(root + path, key, timeout_s)[0])
-            told_apart = {"koboldcpp": told.get("result") == "KoboldCpp", "tgi": "model_id" in told}
-            marked = field_name in told and told_apart.get(name, True)
-            if marked:
-                version = str(told[field_name])
-                if engine == "unknown" and path != "/version":  # several engines answer there alike
-                    engine = name
-                break
-            told = {}
+    engine, version, told = _version_of(engine, root, key, timeout_s)
     meta, settings = as_dict(entry.get("meta")), as_dict(told.get("default_generation_settings"))
-    states = told.get("internal_states")
+    states, arguments = told.get("internal_states"), as_dict(told.get("server_args"))
     state = as_dict(states[0]) if isinstance(states, list) and states else {}
     context = as_count(settings.get("n_ctx")) or as_count(entry.get("max_model_len")) or as_count(meta.get("n_ctx"))
     slots, cache_tokens = as_count(told.get("total_slots")), None
@@ -3877,15 +3864,31 @@ def identify(
             sizes = [as_count(as_dict(slot).get("n_ctx")) for slot in held] if isinstance(held, list) else []
             cache_tokens = sum_known(sizes) if sizes else None
     about = {
-        "context": context,
-        "quantization": told.get("model_ftype") or meta.get("ftype") or told.get("quantization")
-        or as_dict(told.get("server_args")).get("quantization"),
-        "cache_tokens": cache_tokens or (context * slots if context and slots else None),
-        "slots": slots,
-        "tensor_parallel": as_count(told.get("tp_size") or as_dict(told.get("server_args")).get("tp_size")),
+        "context": context, "quantization": told.get("model_ftype") or meta.get("ftype") or told.get("quantization")
+        or arguments.get("quantization"),
+        "cache_tokens": cache_tokens or (context * slots if context and slots else None), "slots": slots,
+        "tensor_parallel": as_count(told.get("tp_size") or arguments.get("tp_size")),
         "lifetime_accept_length": as_number(state.get("avg_spec_accept_length")),
     }
     return engine, version, {name: value for name, value in about.items() if value is not None}
+
+
+def _version_of(engine: str, root: str, key: str, timeout_s: float) -> tuple[str, str, JSON]:
+    """(engine, version, the page that tells it)."""
+    for name, path, field_name in VERSIONS:
+        if engine in ("unknown", name):
+            with contextlib.suppress(RequestFailed, ValueError):
+                told = as_dict(get_json(root + path, key, timeout_s)[0])
+                told_apart = {"koboldcpp": told.get("result") == "KoboldCpp", "tgi": "model_id" in told}
+                if field_name in told and told_apart.get(name, True):
+                    # several engines answer alike at /version
+                    return engine if path == "/version" else name, str(told[field_name]), told
+    return engine, "unknown", {}
+
+
+# The engine whose series begin so.
+SERIES = {"vllm:": "vllm", "sglang:": "sglang", "lmdeploy:": "lmdeploy", "tgi_": "tgi", "trtllm_": "tensorrt-llm",
+          "llamacpp:": "llama.cpp"}
 
 
 def memory_of(snapshot: Snapshot) -> JSON:
@@ -3906,21 +3909,18 @@ def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Pr
     """Everything that is said about an arm beside its readings: the header of its run, as JSON."""
     import platform
 
-    endpoint = server.endpoint
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    endpoint, stamp = server.endpoint, time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    private = {**ENGINE_EXTRAS.get(endpoint.engine, {}), **args.baseline_extra_body, **args.speculative_extra_body}
     return {
         "schema": SCHEMA, "run_id": run_id, "arm": endpoint.arm, "base_url": endpoint.api,
         "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
         "model": endpoint.model, "engine": server.engine if args.engine == "unknown" else args.engine,
         "engine_version": server.version if args.engine_version == "unknown" else args.engine_version,
-        "server": server.about, "findings": server.findings + findings, "request": {
-            name: value for name, value in endpoint.request.items()
-            if name not in ENGINE_EXTRAS.get(endpoint.engine, {})
-            and name not in {**args.baseline_extra_body, **args.speculative_extra_body}
-        },
+        "server": server.about, "findings": server.findings + findings,
+        "request": {name: value for name, value in endpoint.request.items() if name not in private},
         "arm_extras": args.baseline_extra_body if endpoint.arm == "baseline" else args.speculative_extra_body,
-        "stream": endpoint.stream, "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()}
-                                               for p in prompts],
+        "stream": endpoint.stream,
+        "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in prompts],
         "repeats": args.repeats, "warmup": args.warmup, "order": args.order, "concurrency": level,
         "simulated": simulated, "tool_version": __version__, "recorded_at": stamp[:-2] + ":" + stamp[-2:],
         "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(),
@@ -3957,97 +3957,81 @@ def server_numbers(servers: Sequence[Server], answers: Sequence[Answer | None], 
     return numbers
 
 
-def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server],
-                   say: Say,
-                   file: BinaryIO | None, show: bool, simulated: bool = False) -> tuple[list[Measured], str | None]:
-    """Measure each concurrency level; also returns what went wrong with the run file, if anything."""
-    endpoints = [server.endpoint for server in servers]
-    answers = warm_up(endpoints, args.warmup, say)
+def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server], recorder: Recorder,
+                   simulated: bool = False) -> list[Measured]:
+    """Measure each concurrency level; an interruption ends the last of those returned."""
+    answers = warm_up([server.endpoint for server in servers], args.warmup, recorder.say)
     hosts = server_numbers(servers, answers, args.warmup)
     notes: list[JSON] = []
     if any(answer and answer.streamed and answer.completion_tokens is None for answer in answers):
-        endpoints = [replace(endpoint, stream=False) for endpoint in endpoints]
+        servers = [replace(server, endpoint=replace(server.endpoint, stream=False)) for server in servers]
         words = "a server's streamed answers carry no token count, so all servers are measured without streaming"
         notes = [finding("usage-missing", words)]
-        say(words)
-    servers = [replace(server, endpoint=endpoint) for server, endpoint in zip(servers, endpoints)]
+        recorder.say(words)
     measured: list[Measured] = []
-    run_id, write_error = os.urandom(6).hex(), None
+    run_id = os.urandom(6).hex()
     for level in args.concurrency:
         name = run_id if len(args.concurrency) == 1 else f"{run_id}-{level}"
         try:
             headers = [{**conditions_of(server, args, prompts, level, name, notes, simulated),
                         "host_number": host, "shared_server": hosts.count(host) > 1}
                        for server, host in zip(servers, hosts)]
-            done, trouble = measure_level(args, prompts, endpoints, headers, say, file, show)
+            measured.append(measure_level(args, prompts, [server.endpoint for server in servers], headers, recorder))
         except KeyboardInterrupt:
             if not measured:
                 raise
             measured[-1] = replace(measured[-1], interrupted=True)
+        if measured[-1].interrupted:
             break
-        measured.append(done)
-        write_error = write_error or trouble
-        if done.interrupted:
-            break
-    return measured, write_error
+    return measured
 
 
 def measure_level(args: argparse.Namespace, prompts: Sequence[Prompt], endpoints: Sequence[Endpoint],
-                  headers: Sequence[JSON], say: Say, file: BinaryIO | None,
-                  show: bool) -> tuple[Measured, str | None]:
-    """Measure one concurrency level, and what went wrong with the run file."""
+                  headers: Sequence[JSON], recorder: Recorder) -> Measured:
+    """Measure one concurrency level."""
     level, hosts = headers[0]["concurrency"], [header["host_number"] for header in headers]
     plan = make_plan([prompt.workload for prompt in prompts], args.repeats, len(endpoints), args.order, level)
-    recorder = Recorder(say, file, sum(len(block.shots) for block in plan), show)
-    for header in headers:
-        recorder.write({"kind": "run", **header})
+    recorder.begin(headers, sum(len(block.shots) for block in plan))
     interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
     for header in headers:
         recorder.write({"kind": "end", "arm": header["arm"], "interrupted": interrupted})
     runs = [Run(header["arm"], header, tuple(r for r in recorder.readings if r.arm == header["arm"]),
                 tuple(c for c in recorder.counted if c.arm == header["arm"]), interrupted) for header in headers]
-    triage: dict[str, JSON] = {}
-    if not interrupted:
-        interrupted = triage_of(runs, endpoints, prompts, args.triage, recorder, triage)
+    triage: dict[str, JSON] = {run.arm: {} for run in runs}
     try:
+        if not interrupted and runs[0].arm == "baseline":
+            triage_texts(runs, endpoints[0], prompts, args.triage, recorder, triage)
         result = result_of(runs, args.label, args.min_gain, triage)
     except KeyboardInterrupt:  # all is measured; only a second one gives it up
         interrupted, result = True, result_of(runs, args.label, args.min_gain, triage)
-    return Measured(result, runs, interrupted), recorder.write_error
+    return Measured(result, runs, interrupted)
 
 
-def triage_of(runs: Sequence[Run], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], most: int,
-              recorder: Recorder, findings: dict[str, JSON]) -> bool:
-    """Fill in findings by arm and prompt index for texts that differ from a stable baseline; True if interrupted."""
-    if runs[0].arm != "baseline":
-        return False
+def triage_texts(runs: Sequence[Run], baseline: Endpoint, prompts: Sequence[Prompt], most: int, recorder: Recorder,
+                 findings: dict[str, JSON]) -> None:
+    """Fill in findings by arm and prompt index for texts that differ from a stable baseline, `most` in all."""
     own = {r.pair: r.answer for r in runs[0].completed()}
-    try:
-        for run in runs[1:]:
-            others, known = {r.pair: r.answer for r in run.completed()}, findings.setdefault(run.arm, {})
-            for entry in compare_texts(runs[0], run, {})["divergences"]:
-                pair, index = (entry["prompt_index"], entry["repeat"]), str(entry["prompt_index"])
-                mine, theirs = own.get(pair), others.get(pair)
-                asked = sum(map(len, findings.values()))
-                if asked < most and index not in known and entry["class"] != "unstable-baseline" and mine and theirs:
-                    known[index] = ask_for_gap(endpoints[0], prompts[entry["prompt_index"]], entry, mine, theirs)
-                    recorder.write({"kind": "triage", "arm": run.arm, "prompt_index": entry["prompt_index"],
-                                    "triage": known[index]})
-    except KeyboardInterrupt:
-        return True
-    return False
+    for run in runs[1:]:
+        others, known = {r.pair: r.answer for r in run.completed()}, findings[run.arm]
+        for entry in compare_texts(runs[0], run, {})["divergences"]:
+            pair, index = (entry["prompt_index"], entry["repeat"]), str(entry["prompt_index"])
+            mine, theirs, asked = own.get(pair), others.get(pair), sum(map(len, findings.values()))
+            if asked < most and index not in known and entry["class"] != "unstable-baseline" and mine and theirs:
+                known[index] = ask_for_gap(baseline, prompts[entry["prompt_index"]], entry, mine, theirs)
+                recorder.write({"kind": "triage", "arm": run.arm, "prompt_index": entry["prompt_index"],
+                                "triage": known[index]})
 
 
 def check_outputs(args: argparse.Namespace, inputs: Sequence[str]) -> None:
     """UsageError if a file that will be written cannot be, or is another one that is read or written too."""
     if not args.label.strip() or not args.label.isprintable():
         raise UsageError(f"--label {args.label!r} is no name: one line of printable characters")
-    named = {"--labbook": args.labbook, "--divergence-report": args.divergence_report,
-             "--save-run": getattr(args, "save_run", None)}
-    outputs = [(option, path) for option, path in named.items() if path]
-    for number, (option, path) in enumerate(outputs):
-        for other, rival in [*outputs[:number], *(("an input", each) for each in inputs)]:
-            if os.path.realpath(path) == os.path.realpath(rival):
+    taken = {os.path.realpath(path): "an input" for path in inputs}
+    for option, path in (("--labbook", args.labbook), ("--divergence-report", args.divergence_report),
+                         ("--save-run", getattr(args, "save_run", None))):
+        if path:
+            other = taken.setdefault(os.path.realpath(path), option)
+            if other != option:
                 raise UsageError(f"{option} and {other} are the same file, {path}; give {option} another name")
     check_appendable(args.labbook)
     if args.divergence_report:
@@ -4069,8 +4053,9 @@ def measure_command(argv: Sequence[str]) -> int:
         say(note)
     servers = [preflight(arm, url, args, say) for arm, url in arms]
     with run_file(args.save_run) as file:
-        measured, trouble = measure_levels(args, prompts, servers, say, file, sys.stderr.isatty() and not args.quiet)
-    return conclude(args, measured, trouble, prompts)
+        recorder = Recorder(say, file, sys.stderr.isatty() and not args.quiet)
+        measured = measure_levels(args, prompts, servers, recorder)
+    return conclude(args, measured, recorder.write_error, prompts)
 
 
 @contextlib.contextmanager
@@ -4093,17 +4078,16 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
              prompts: Sequence[Prompt] | None) -> int:
     """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
     interrupted = any(level.interrupted for level in measured)
-    done = [level for level in measured if usable_pairs(level.runs) or not level.interrupted]
-    records = [record for level in done for record in level.result.records()]
+    results = [level.result for level in measured if usable_pairs(level.runs) or not level.interrupted]
+    records = [record for result in results for record in result.records()]
     if not records:
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
         return INTERRUPTED
-    say = speaker(args.quiet)
-    troubles = [trouble] if trouble else []
+    alarms, troubles = [], [trouble] if trouble else []
     try:
-        alarms = alarms_of(args, records, say)
+        alarms = alarms_of(args, records, speaker(args.quiet))
     except (MeasureError, *DAMAGED) as error:
-        alarms, troubles = [], [*troubles, f"--fail-on could not be checked: {error!r}"]
+        troubles.append(f"--fail-on could not be checked: {error!r}")
     lines = [] if args.quiet else [f"Recorded in {args.labbook}.", ""]
     try:
         append_records(args.labbook, records)
@@ -4113,46 +4097,36 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
         troubles.append(f"cannot append to {args.labbook}: {reason}; the records go to standard output instead")
         lines = [json_line(record).decode().rstrip() for record in records]
     if args.divergence_report:
-        troubles += write_divergences(args, [level.result for level in done], prompts)
+        shown = prompts if getattr(args, "include_prompts", False) else None
+        try:
+            with open(args.divergence_report, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+                file.write("\n".join(markdown_divergences(result, shown, args.command) for result in results))
+        except OSError as error:
+            troubles.append(f"cannot write {args.divergence_report}: {error.strerror}")
     try:
-        print_lines(lines + ([] if args.quiet else levels_lines([level.result for level in done])))
+        print_lines(lines + ([] if args.quiet else levels_lines(results)))
     except MeasureError as error:
         troubles.append(str(error))
-    dead = [record for record in records if record["kind"] == "endpoint" and not record["completed"]]
-    silent = [f"{r['label']}: no request completed; the first error: {r['first_error']}" for r in dead]
-    silent += [f"{r['label']}: {r['failed']} of {r['requests']} requests failed; the first: {r['first_error']}"
-               for r in records if args.quiet and r["kind"] == "endpoint" and r["failed"] and r["completed"]]
-    for words in (*alarms, *silent, *troubles):
+    arms = [record for record in records if record["kind"] == "endpoint"]
+    dead = [f"{r['label']}: no request completed; the first error: {r['first_error']}"
+            for r in arms if not r["completed"]]
+    silent = [f"{r['label']}: {failure_words(r)}" for r in arms if args.quiet and r["failed"] and r["completed"]]
+    for words in (*alarms, *dead, *silent, *troubles):
         say_on_stderr(words)
     failed = COULD_NOT_MEASURE if dead or troubles else None
     return INTERRUPTED if interrupted else failed or (FINDING if alarms else MEASURED)
 
 
-def write_divergences(
-    args: argparse.Namespace, results: Sequence[Result], prompts: Sequence[Prompt] | None
-) -> list[str]:
-    """Write the bug report of every level; what went wrong, if anything."""
-    shown = prompts if getattr(args, "include_prompts", False) else None
-    try:
-        with open(args.divergence_report, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.write("\n".join(markdown_divergences(result, shown, args.command) for result in results))
-    except OSError as error:
-        return [f"cannot write {args.divergence_report}: {error.strerror}"]
-    return []
-
-
 def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> list[str]:
     """One line for each --fail-on condition that holds."""
     alarms = []
-    for record in records:
-        if record["kind"] != "comparison":
-            continue
+    for record in [record for record in records if record["kind"] == "comparison"]:
         texts = record["text_comparison"]
         blamed = texts["divergent"] - texts["unstable"]
         if "slower" in args.fail_on and record["verdict"] == "does-not-pay":
             alarms.append(f"SLOWER {record['label']}: {sentence(record)}")
-        first = next((d for d in texts["divergences"] if d["class"] != "unstable-baseline"), None)
         if "changed-text" in args.fail_on and blamed:
+            first = next((d for d in texts["divergences"] if d["class"] != "unstable-baseline"), None)
             where = f"; the first: {first['prompt_id']} at byte {first['first_difference_at_byte']}" if first else ""
             alarms.append(f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
                           f"baseline that does not disagree with itself{where}")
@@ -4372,13 +4346,13 @@ def measure_reference(plain: Reference, drafting: Reference, length: int) -> tup
             "--baseline-url", baseline_url, "--speculative-url", speculative_url, "--max-tokens", str(length),
             "--label", "calibrate", "--api-key-env", "MEASURE_SPECULATIVE_NO_KEY"])
         servers = [preflight(arm, url, args, say_on_stderr) for arm, url in arms_of(args)]
-        measured, _ = measure_levels(args, built_in_prompts(), servers, say_on_stderr, None, sys.stderr.isatty(),
-                                     simulated=True)
-        if measured[0].interrupted:
+        recorder = Recorder(say_on_stderr, show=sys.stderr.isatty())
+        measured = measure_levels(args, built_in_prompts(), servers, recorder, simulated=True)[0]
+        if measured.interrupted:
             raise KeyboardInterrupt
         logs = [loads(get_text(server.endpoint.root + "/truth")[0])[1 : 1 + len(built_in_prompts())]
                 for server in servers]
-    return measured[0], logs
+    return measured, logs
 
 
 def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Reference) -> list[JSON]:

@@ -341,7 +341,8 @@ class CalibrationRows(unittest.TestCase):
             args = measure_speculative.measure_parser().parse_args(
                 ["--baseline-url", one, "--speculative-url", other, "--max-tokens", str(cls.length)])
             servers = [measure_speculative.preflight(arm, url, args, print) for arm, url in measure_speculative.arms_of(args)]
-            (cls.measured,), _ = measure_speculative.measure_levels(args, prompts, servers, print, None, False)
+            recorder = measure_speculative.Recorder(print)
+            (cls.measured,) = measure_speculative.measure_levels(args, prompts, servers, recorder)
             logs = [json.loads(get(api, "/truth"))[1 : 1 + len(prompts)] for api in (one, other)]
         cls.truth = [reference_truth(log) for log in logs]
         cls.by_prompt = [{entry["prompt"]: entry for entry in log} for log in logs]
