@@ -1431,10 +1431,17 @@ class Run:
     readings: tuple[Reading, ...]
     counted: tuple[Counted, ...]
     interrupted: bool = False
+    pairs: frozenset[Any] | None = None  # those that all arms completed; None: not compared with any
+    blocks: frozenset[Any] | None = None  # under load, those that all arms completed whole
 
-    def completed(self) -> list[Reading]:
-        """The readings that brought an answer."""
-        return [reading for reading in self.readings if reading.answer is not None]
+    def answers(self, workload: str | None = None) -> dict[tuple[int, int], Answer]:
+        """What was completed, of one workload or of all, by pair."""
+        return {r.pair: r.answer for r in self.readings if r.answer and workload in (None, r.workload)}
+
+    def shared(self, workload: str | None = None) -> dict[tuple[int, int], Answer]:
+        """The same, without what another arm did not complete."""
+        mine = self.answers(workload)
+        return mine if self.pairs is None else {pair: mine[pair] for pair in mine if pair in self.pairs}
 
 
 def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "paired",
@@ -2105,7 +2112,7 @@ class Drafts:
 
 def drafts_of(run: Run, workload: str | None = None) -> Drafts:
     """Acceptance from the answers, completed by the counters where both speak of the same answers."""
-    answers = [r.answer for r in run.readings if r.answer and workload in (None, r.workload)]
+    answers = run.answers(workload).values()
     blocks = [block for block in run.counted if workload in (None, block.workload)]
     growth = added_growth([block_growth(block.before, block.after, block.tokens) for block in blocks])
     tokens = sum_known(answer.completion_tokens for answer in answers)
@@ -2125,16 +2132,19 @@ def drafts_of(run: Run, workload: str | None = None) -> Drafts:
     return Drafts(counted, block_tokens, block_answers, None, growth)
 
 
-def usable_pairs(runs: Sequence[Run]) -> set[tuple[int, int]]:
+def common_pairs(runs: Sequence[Run]) -> frozenset[Any]:
     """(prompt index, repeat) of the pairs that every arm completed."""
-    return set.intersection(*({reading.pair for reading in run.completed()} for run in runs))
+    return frozenset.intersection(*(frozenset(run.answers()) for run in runs))
 
 
-def usable_blocks(runs: Sequence[Run]) -> set[tuple[str, int]]:
-    """(workload, first repeat) of the blocks that every arm completed whole, for measurements under load."""
-    return set.intersection(*(
-        {(c.workload, c.repeat) for c in run.counted if not c.failed and c.answers} for run in runs
-    ))
+def in_common(runs: Sequence[Run]) -> list[Run]:
+    """The runs, each knowing what all of them completed: the speeds are made of that."""
+    pairs, blocks = common_pairs(runs), None
+    if all(run.conditions["concurrency"] > 1 for run in runs):
+        blocks = frozenset.intersection(*(
+            frozenset((c.workload, c.repeat) for c in run.counted if not c.failed and c.answers) for run in runs
+        ))
+    return [replace(run, pairs=pairs, blocks=blocks) for run in runs]
 
 
 def spread_of(values: Sequence[float]) -> JSON | None:
@@ -2158,18 +2168,16 @@ def clock_of(source: str | None) -> str:
     return (source or "none").partition("-")[0]
 
 
-def units_of(run: Run, runs: Sequence[Run], workload: str | None = None, decode: bool = False) -> dict[Any, Unit]:
-    """What the speeds of this arm are made of: the pairs, or under load the blocks, that all of `runs` completed."""
-    if all(each.conditions["concurrency"] > 1 for each in runs) and not decode:
-        blocks = usable_blocks(runs)
-        counted = {(c.workload, c.repeat): c for c in run.counted if workload in (None, c.workload)}
-        return {key: Unit(key, c.tokens, c.elapsed_s) for key, c in counted.items() if key in blocks}
-    pairs = usable_pairs(runs)
-    return {
-        r.pair: Unit(r.prompt_index, r.answer.decode_tokens, r.answer.decode_s, clock_of(r.answer.decode_source))
-        if decode else Unit(r.prompt_index, r.answer.completion_tokens, r.answer.latency_s)
-        for r in run.readings if r.answer and r.pair in pairs and workload in (None, r.workload)
-    }
+def units_of(run: Run, workload: str | None = None, decode: bool = False) -> dict[Any, Unit]:
+    """What the speeds of this arm are made of: the pairs, or under load the blocks, that all arms completed."""
+    if run.blocks is not None and not decode:
+        return {key: Unit(key, c.tokens, c.elapsed_s) for c in run.counted
+                if (key := (c.workload, c.repeat)) in run.blocks and workload in (None, c.workload)}
+    if decode:
+        return {pair: Unit(pair[0], answer.decode_tokens, answer.decode_s, clock_of(answer.decode_source))
+                for pair, answer in run.shared(workload).items()}
+    return {pair: Unit(pair[0], answer.completion_tokens, answer.latency_s)
+            for pair, answer in run.shared(workload).items()}
 
 
 def log_rates(units: dict[Any, Unit], against: dict[Any, Unit] | None = None) -> list[list[float]]:
@@ -2195,12 +2203,10 @@ class Figures:
     ttft_s: JSON | None
 
 
-def figures_of(run: Run, runs: Sequence[Run], workload: str | None = None) -> Figures:
+def figures_of(run: Run, workload: str | None = None) -> Figures:
     """tokens/s = tokens / time inside the requests; under load, tokens / elapsed time of the blocks."""
-    units = units_of(run, runs, workload).values()
-    timed = [unit for unit in units_of(run, runs, workload, decode=True).values() if unit.tokens and unit.seconds]
-    pairs = usable_pairs(runs)
-    answers = [r.answer for r in run.readings if r.answer and r.pair in pairs and workload in (None, r.workload)]
+    units, answers = units_of(run, workload).values(), run.shared(workload).values()
+    timed = [unit for unit in units_of(run, workload, decode=True).values() if unit.tokens and unit.seconds]
     sources = {answer.decode_source for answer in answers if answer.decode_source}
     wall_s = math.fsum(unit.seconds or 0.0 for unit in units)
     decode = ratio_of(sum(unit.tokens or 0 for unit in timed), math.fsum(unit.seconds or 0.0 for unit in timed))
@@ -2212,10 +2218,9 @@ def figures_of(run: Run, runs: Sequence[Run], workload: str | None = None) -> Fi
     )
 
 
-def log_ratios(baseline: Run, candidate: Run, runs: Sequence[Run], workload: str | None = None,
-               decode: bool = False) -> list[list[float]]:
+def log_ratios(baseline: Run, candidate: Run, workload: str | None = None, decode: bool = False) -> list[list[float]]:
     """ln(candidate tokens/s) - ln(baseline tokens/s): a list of repeats for each prompt, or for each pair of blocks."""
-    return log_rates(units_of(candidate, runs, workload, decode), units_of(baseline, runs, workload, decode))
+    return log_rates(units_of(candidate, workload, decode), units_of(baseline, workload, decode))
 
 
 def finding(name: str, detail: str, **numbers: Any) -> JSON:
@@ -2229,7 +2234,7 @@ DISTURBANCES = ("foreign-traffic", "counter-reset")
 def arm_findings(run: Run) -> Iterator[JSON]:
     """What must be known about one arm before its figures are believed."""
     yield from run.conditions["findings"]
-    drafts, answers = drafts_of(run), [r.answer for r in run.completed() if r.answer]
+    drafts, answers = drafts_of(run), run.answers().values()
     growth, acceptance = drafts.growth, drafts.acceptance
     whole = counter_growth(run.counted[0].before, run.counted[-1].after) if run.counted else growth
     if growth.reset or whole.reset:
@@ -2312,25 +2317,25 @@ def copied(source: JSON, *names: str) -> JSON:
     return {name: source[name] for name in names}
 
 
-def workloads_of(runs: Sequence[Run]) -> list[str]:
+def workloads_of(run: Run) -> list[str]:
     """The kinds of work in the order of the prompts."""
-    return list(dict.fromkeys(prompt["workload"] for prompt in runs[0].conditions["prompts"]))
+    return list(dict.fromkeys(prompt["workload"] for prompt in run.conditions["prompts"]))
 
 
-def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
-    """What the lab notebook keeps of one arm; rates are over the pairs that all of `runs` completed."""
-    about, figures, drafts, completed = run.conditions, figures_of(run, runs), drafts_of(run), run.completed()
-    answers, request = [r.answer for r in completed if r.answer], about["request"]
+def endpoint_record(run: Run, label: str) -> JSON:
+    """What the lab notebook keeps of one arm; rates are over the pairs that all arms completed."""
+    about, request, figures, drafts = run.conditions, run.conditions["request"], figures_of(run), drafts_of(run)
+    answers = run.answers().values()
     tokens = sum_known(answer.completion_tokens for answer in answers)
     errors = [reading.error for reading in run.readings if reading.error]
     samples = (answer.statistics.get("timings") for answer in answers)
-    speed = over_prompts(log_rates(units_of(run, runs)))
+    speed = over_prompts(log_rates(units_of(run)))
 
     def one(workload: str) -> JSON:
-        mine, speeds = [r for r in completed if r.workload == workload], figures_of(run, runs, workload)
+        mine, speeds = run.answers(workload), figures_of(run, workload)
         return {
-            "workload": workload, "prompts": len({r.prompt_index for r in mine}), "completed": len(mine),
-            "output_tokens": sum_known(r.answer.completion_tokens for r in mine if r.answer),
+            "workload": workload, "prompts": len({index for index, _ in mine}), "completed": len(mine),
+            "output_tokens": sum_known(answer.completion_tokens for answer in mine.values()),
             "output_tokens_per_s": speeds.tokens_per_s, "decode_tokens_per_s": speeds.decode_tokens_per_s,
             "latency_s": speeds.latency_s, "ttft_s": speeds.ttft_s, "acceptance": drafts_of(run, workload).record(),
         }
@@ -2339,14 +2344,14 @@ def endpoint_record(run: Run, runs: Sequence[Run], label: str) -> JSON:
         "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "label": f"{label}/{run.arm}", "kind": "endpoint",
         **copied(about, "base_url", "model", "engine", "engine_version"), "max_tokens": request.get("max_tokens"),
         "repeats": about["repeats"], "prompt_count": len(about["prompts"]), "requests": len(run.readings),
-        "completed": len(completed), "failed": len(errors), "first_error": errors[0] if errors else None,
+        "completed": len(answers), "failed": len(errors), "first_error": errors[0] if errors else None,
         "wall_s": figures.wall_s, "latency_s": figures.latency_s, "ttft_s": figures.ttft_s, "output_tokens": tokens,
         "output_tokens_per_s": figures.tokens_per_s, "decode_tokens_per_s": figures.decode_tokens_per_s,
         "decode_source": figures.decode_source, "speed": speed.to_json("tokens_per_s") if speed else None,
         "tokens_counted_by_server": bool(answers) and tokens is not None,
         "server_timings_sample": next((sample for sample in samples if sample), None),
         "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
-        "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(runs)],
+        "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(run)],
         "cached_tokens": sum_known(answer.cached_tokens for answer in answers) if answers else None,
         "audit": list(arm_findings(run)), "server": about["server"], "context": about["server"].get("context"),
         "seed": request.get("seed"), "temperature": request.get("temperature"),
@@ -2426,24 +2431,22 @@ def noise_check(run: Run, other: Run) -> bool:
     return same_process(run, other) and run.conditions["arm_extras"] == other.conditions["arm_extras"]
 
 
-def pair_findings(baseline: Run, candidate: Run, runs: Sequence[Run], base_drafts: Drafts, drafts: Drafts,
-                  logs: Logs) -> Iterator[JSON]:
+def pair_findings(baseline: Run, candidate: Run, drafts: Drafts, logs: Logs) -> Iterator[JSON]:
     """What must be known before the two arms are compared."""
     a, b, same = baseline.conditions, candidate.conditions, noise_check(baseline, candidate)
     if same_process(baseline, candidate):
         words = "this measures the noise, not speculation" if same else (
             "only the request fields differ, and its counters are of both arms together")
         yield finding("same-server", f"both arms are the same server: {words}", noise=same)
-    elif base_drafts.seen:
+    elif drafts_of(baseline).seen:
         yield finding("baseline-drafting",
                       "the baseline server drafts too, so this is no comparison with plain decoding")
     if drafts.seen is False and not same:
         yield finding("not-drafting", "speculation did not run: no draft was seen on the speculative server, so its "
                                       "speed says nothing about speculation")
-    pairs = usable_pairs(runs)
-    mine, theirs = (sum_known(r.answer.cached_tokens for r in run.readings if r.answer and r.pair in pairs)
+    mine, theirs = (sum_known(answer.cached_tokens for answer in run.shared().values())
                     for run in (baseline, candidate))
-    prompt = sum(r.answer.prompt_tokens or 0 for r in baseline.readings if r.answer and r.pair in pairs)
+    prompt = sum(answer.prompt_tokens or 0 for answer in baseline.shared().values())
     if mine is not None and theirs is not None and not same and abs(mine - theirs) > max(0.01 * prompt, 1):
         words = (f"prompt tokens from the cache: baseline {mine}, {candidate.arm} {theirs}; restart both servers, or "
                  "switch the cache off (llama.cpp: --extra-body '{\"cache_prompt\": false}')")
@@ -2491,29 +2494,28 @@ def as_json(speed: Estimate | None) -> JSON | None:
     return speed.to_json() if speed else None
 
 
-def workload_comparison(baseline: Run, candidate: Run, runs: Sequence[Run], workload: str, min_gain: float | None,
-                        triage: JSON) -> JSON:
+def workload_comparison(baseline: Run, candidate: Run, workload: str, min_gain: float | None, triage: JSON) -> JSON:
     """The comparison for one kind of work; no verdict where nothing was drafted in it, or without `min_gain`."""
-    logs, drafts = log_ratios(baseline, candidate, runs, workload), drafts_of(candidate, workload)
+    logs, drafts = log_ratios(baseline, candidate, workload), drafts_of(candidate, workload)
     speed, texts = over_prompts(logs), compare_texts(baseline, candidate, triage, workload)
     idle = min_gain is None or (drafts.seen is False and not noise_check(baseline, candidate))
     return {
         "workload": workload, "prompts": len(logs),
-        "baseline_tokens_per_s": figures_of(baseline, runs, workload).tokens_per_s,
-        "speculative_tokens_per_s": figures_of(candidate, runs, workload).tokens_per_s,
+        "baseline_tokens_per_s": figures_of(baseline, workload).tokens_per_s,
+        "speculative_tokens_per_s": figures_of(candidate, workload).tokens_per_s,
         "speedup": as_json(speed), "verdict": None if idle or min_gain is None else verdict_of(speed, min_gain),
         "acceptance": drafts.record(),
         "text_comparison": {name: value for name, value in texts.items() if name != "divergences"},
     }
 
 
-def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label: str, min_gain: float, triage: JSON,
-                      fit: JSON | None = None, forced: Sequence[str] = ()) -> JSON:
+def comparison_record(baseline: Run, candidate: Run, label: str, min_gain: float, triage: JSON, fit: JSON | None,
+                      forced: Sequence[str]) -> JSON:
     """What the lab notebook keeps of one candidate against the baseline."""
-    drafts, logs = drafts_of(candidate), log_ratios(baseline, candidate, runs)
-    mine, theirs = figures_of(baseline, runs), figures_of(candidate, runs)
+    drafts, logs = drafts_of(candidate), log_ratios(baseline, candidate)
+    mine, theirs = figures_of(baseline), figures_of(candidate)
     about, base_about = candidate.conditions, baseline.conditions
-    audit = list(pair_findings(baseline, candidate, runs, drafts_of(baseline), drafts, logs))
+    audit = list(pair_findings(baseline, candidate, drafts, logs))
     if forced:
         words = f"compared by --force although these differ: {', '.join(forced)}"
         audit.append(finding("conditions-differ", words, fields=list(forced)))
@@ -2528,11 +2530,11 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         **copied(about, "engine", "engine_version", "model"),
         "baseline_tokens_per_s": mine.tokens_per_s, "speculative_tokens_per_s": theirs.tokens_per_s,
         "speedup": as_json(speed), "speedup_these_prompts": as_json(over_repeats(logs)),
-        "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, runs, decode=True))),
+        "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, decode=True))),
         "min_gain": min_gain, "verdict": verdict,
         "more_prompts": more_prompts(logs, min_gain) if verdict == "undecided" else None,
-        "workloads": [workload_comparison(baseline, candidate, runs, workload, None if idle else min_gain, triage)
-                      for workload in workloads_of(runs)],
+        "workloads": [workload_comparison(baseline, candidate, workload, None if idle else min_gain, triage)
+                      for workload in workloads_of(baseline)],
         "acceptance": drafts.record(), "break_even": explanation(mine, theirs, drafts, fit),
         "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"),
                           "speculative": (theirs.latency_s or {}).get("p50")},
@@ -2542,7 +2544,7 @@ def comparison_record(baseline: Run, candidate: Run, runs: Sequence[Run], label:
         "concurrency": about["concurrency"], "interrupted": baseline.interrupted or candidate.interrupted,
         "simulated": about["simulated"], "context": about["server"].get("context"),
         "baseline_engine_version": base_about["engine_version"],
-        "cached_tokens": sum_known(r.answer.cached_tokens for r in candidate.readings if r.answer),
+        "cached_tokens": sum_known(answer.cached_tokens for answer in candidate.answers().values()),
         "recorded_at": about["recorded_at"],
         **{f"baseline_{name}": base_about[name] for name in ("engine", "model") if base_about[name] != about[name]},
     }
@@ -2566,20 +2568,21 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
 
     Arms that completed nothing stay as records of their failure; the others are compared, if a baseline is among them.
     """
-    alive = [run for run in runs if run.completed()]
-    endpoints = [endpoint_record(run, alive if run in alive else [run], label) for run in runs]
+    alive = [run for run in runs if run.answers()]
+    alive = in_common(alive) if alive else []
+    shared = {run.arm: run for run in alive}
+    endpoints = [endpoint_record(shared.get(run.arm) or in_common([run])[0], label) for run in runs]
     if not alive or alive[0].arm != "baseline":
         return Result(endpoints, [])
-    baseline, candidates = alive[0], alive[1:]
-    drafts = [drafts_of(run) for run in candidates]
-    plain = figures_of(baseline, alive)
-    fit = fit_of([(explanation(plain, figures_of(run, alive), own), own) for run, own in zip(candidates, drafts)])
-    comparisons = [comparison_record(baseline, run, alive, label, min_gain, triage.get(run.arm, {}), fit, forced)
+    baseline, *candidates = alive
+    plain = figures_of(baseline)
+    fit = fit_of([(explanation(plain, figures_of(run), drafts_of(run)), drafts_of(run)) for run in candidates])
+    comparisons = [comparison_record(baseline, run, label, min_gain, triage.get(run.arm, {}), fit, forced)
                    for run in candidates]
-    return Result(endpoints, against_best(comparisons, candidates, alive))
+    return Result(endpoints, against_best(comparisons, candidates))
 
 
-def against_best(comparisons: list[JSON], candidates: Sequence[Run], runs: Sequence[Run]) -> list[JSON]:
+def against_best(comparisons: list[JSON], candidates: Sequence[Run]) -> list[JSON]:
     """The comparisons, each with its paired ratio to the fastest candidate, so that real differences can be told."""
     ran = [(record["speedup"]["ratio"], run) for record, run in zip(comparisons, candidates)
            if record["speedup"] and record["verdict"] and not is_same_server(record)]
@@ -2587,7 +2590,7 @@ def against_best(comparisons: list[JSON], candidates: Sequence[Run], runs: Seque
     for record, run in zip(comparisons, candidates):
         record["against_best"] = None
         if best and run is not best and record["verdict"] is not None:
-            behind = over_prompts(log_ratios(best, run, runs))
+            behind = over_prompts(log_ratios(best, run))
             record["against_best"] = {"best": best.arm, **behind.to_json()} if behind else None
     return comparisons
 
@@ -2769,8 +2772,9 @@ def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
         raise UsageError(f"{path} holds no run; give a file of --save-run")
     for run in runs.values():
         try:  # conditions and answers are sound if a record can be made of them
-            json_line(endpoint_record(run, [run], ""))
-            result_lines(Result([endpoint_record(run, [run], "")], []))
+            record = endpoint_record(in_common([run])[0], "")
+            json_line(record)
+            result_lines(Result([record], []))
         except DAMAGED as error:
             raise UsageError(f"{path}: the run of {run.arm} is damaged ({error!r}); measure it again") from None
     return list(runs.values()), triage
@@ -4010,9 +4014,9 @@ def measure_level(args: argparse.Namespace, prompts: Sequence[Prompt], endpoints
 def triage_texts(runs: Sequence[Run], baseline: Endpoint, prompts: Sequence[Prompt], most: int, recorder: Recorder,
                  findings: dict[str, JSON]) -> None:
     """Fill in findings by arm and prompt index for texts that differ from a stable baseline, `most` in all."""
-    own = {r.pair: r.answer for r in runs[0].completed()}
+    own = runs[0].answers()
     for run in runs[1:]:
-        others, known = {r.pair: r.answer for r in run.completed()}, findings[run.arm]
+        others, known = run.answers(), findings[run.arm]
         for entry in compare_texts(runs[0], run, {})["divergences"]:
             pair, index = (entry["prompt_index"], entry["repeat"]), str(entry["prompt_index"])
             mine, theirs, asked = own.get(pair), others.get(pair), sum(map(len, findings.values()))
@@ -4078,7 +4082,7 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
              prompts: Sequence[Prompt] | None) -> int:
     """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
     interrupted = any(level.interrupted for level in measured)
-    results = [level.result for level in measured if usable_pairs(level.runs) or not level.interrupted]
+    results = [level.result for level in measured if common_pairs(level.runs) or not level.interrupted]
     records = [record for result in results for record in result.records()]
     if not records:
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
@@ -4361,7 +4365,7 @@ def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Refere
     comparison, (plain, drafted) = measured.result.comparisons[0], truth
     acceptance, why = candidate["acceptance"] or {}, comparison["break_even"]
     logs = [math.log(plain["request_s"][p] / drafted["request_s"][p]) for p in plain["request_s"]]
-    answers = [[r.answer for r in run.completed() if r.answer] for run in measured.runs]
+    answers = [list(run.answers().values()) for run in measured.runs]
     late_s = [answer.latency_s for arm in answers for answer in arm]
     late_s += [-seconds for arm in truth for seconds in arm["request_s"].values()]
     slow_s = math.fsum(answer.decode_s or 0.0 for answer in answers[0]) - plain["decode_s"]
