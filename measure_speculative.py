@@ -386,6 +386,11 @@ class Answer:
     streamed: bool = False
     undecodable: bool = False
 
+    @property
+    def texts(self) -> tuple[str, str]:
+        """(content, reasoning)."""
+        return self.content, self.reasoning
+
 
 class _DeadlineSocket(socket.socket):
     """A connected socket whose reads all end at one deadline, however slowly the bytes drip in."""
@@ -1705,62 +1710,51 @@ def first_difference(baseline: str, speculative: str) -> Difference | None:
                       speculative[start : start + TAIL_CHARACTERS])
 
 
-def texts_of(reading: Reading) -> tuple[str, str]:
-    """(content, reasoning) of a completed reading."""
-    assert reading.answer is not None
-    return reading.answer.content, reading.answer.reasoning
-
-
-def self_agreement(readings: Sequence[Reading]) -> tuple[JSON, set[int]]:
-    """How often a server repeated itself, and the prompts on which it did not.
+def self_agreement(answers: dict[tuple[int, int], Answer]) -> tuple[JSON, set[int]]:
+    """How often a server repeated itself, and the prompts on which it did not; the answers are by (prompt, repeat).
 
     The first (cold) repeat is told apart from later (warm) ones: a prompt cache can change the batch shape.
     """
-    by_prompt: dict[int, list[Reading]] = {}
-    for reading in sorted((r for r in readings if r.answer), key=lambda r: r.repeat):
-        by_prompt.setdefault(reading.prompt_index, []).append(reading)
+    by_prompt: dict[int, list[tuple[int, int]]] = {}
+    for pair in sorted(answers):
+        by_prompt.setdefault(pair[0], []).append(pair)
     result = {"compared": 0, "identical": 0, "warm_compared": 0, "warm_identical": 0}
     unstable = set()
-    for prompt, repeats in by_prompt.items():
-        warm = [reading for reading in repeats if reading.repeat > 0]
-        for reading in repeats[1:]:
-            if not any(texts_of(reading) + texts_of(repeats[0])):
+    for prompt, (first, *later) in by_prompt.items():
+        warm = next((pair for pair in (first, *later) if pair[1] > 0), first)
+        for pair in later:
+            texts, cold = answers[pair].texts, answers[first].texts
+            if not any(texts + cold):
                 continue  # two empty answers are no evidence
-            same = texts_of(reading) == texts_of(repeats[0])
             result["compared"] += 1
-            result["identical"] += same
-            if not same:
+            result["identical"] += texts == cold
+            if texts != cold:
                 unstable.add(prompt)
-            if reading is not warm[0]:
+            if pair != warm:
                 result["warm_compared"] += 1
-                result["warm_identical"] += texts_of(reading) == texts_of(warm[0])
+                result["warm_identical"] += texts == answers[warm].texts
     return result, unstable
 
 
-def divergence(baseline: Reading, candidate: Reading, unstable: bool) -> JSON | None:
-    """How the texts of one pair differ, as a JSON object; None where they are the same."""
-    assert baseline.answer is not None and candidate.answer is not None
+def divergence(reading: Reading, own: Answer, other: Answer, unstable: bool) -> JSON | None:
+    """How the other server's answer differs from the baseline's `own`, as a JSON object; None where they agree."""
     for where in ("content", "reasoning"):
-        texts = getattr(baseline.answer, where), getattr(candidate.answer, where)
-        found = first_difference(*texts)
+        found = first_difference(getattr(own, where), getattr(other, where))
         if found is None:
             continue
         kind = "baseline-is-prefix" if not found.baseline_tail else "different"
         kind = "speculative-is-prefix" if not found.speculative_tail else kind
-        same_count = baseline.answer.completion_tokens == candidate.answer.completion_tokens
+        counts = own.completion_tokens, other.completion_tokens
         return {
-            "prompt_index": baseline.prompt_index, "prompt_id": baseline.prompt_id, "workload": baseline.workload,
-            "repeat": baseline.repeat, "where": where, "class": "unstable-baseline" if unstable else kind,
+            "prompt_index": reading.prompt_index, "prompt_id": reading.prompt_id, "workload": reading.workload,
+            "repeat": reading.repeat, "where": where, "class": "unstable-baseline" if unstable else kind,
             "first_difference_at_char": found.character, "first_difference_at_byte": found.byte,
             "line": found.line, "column": found.column,
             "baseline_tail": found.baseline_tail, "speculative_tail": found.speculative_tail,
-            "baseline_finish_reason": baseline.answer.finish_reason,
-            "speculative_finish_reason": candidate.answer.finish_reason,
-            "baseline_tokens": baseline.answer.completion_tokens,
-            "speculative_tokens": candidate.answer.completion_tokens,
+            "baseline_finish_reason": own.finish_reason, "speculative_finish_reason": other.finish_reason,
+            "baseline_tokens": counts[0], "speculative_tokens": counts[1],
             # a text that stops early under an equal count: tokens were counted that were never delivered
-            "count_suspicious": kind.endswith("prefix") and same_count
-            and baseline.answer.completion_tokens is not None,
+            "count_suspicious": kind.endswith("prefix") and counts[0] == counts[1] is not None,
             "triage": None,
         }
     return None
@@ -1768,31 +1762,36 @@ def divergence(baseline: Reading, candidate: Reading, unstable: bool) -> JSON | 
 
 def compare_texts(baseline: Run, candidate: Run, triage: JSON, workload: str | None = None) -> JSON:
     """The comparison of texts of one workload or of all, pair by pair; `triage` maps prompt indices to findings."""
-    mine = [r for r in baseline.readings if workload in (None, r.workload)]
-    theirs = {r.pair: r for r in candidate.readings if workload in (None, r.workload)}
-    baseline_self, unstable = self_agreement(mine)
-    candidate_self, _ = self_agreement(list(theirs.values()))
-    result: JSON = {"compared": 0, "identical": 0, "divergent": 0, "empty": 0, "failed": 0, "unstable": 0,
-                    "counts_differ": 0,
-                    "baseline_self": baseline_self, "speculative_self": candidate_self, "divergences": []}
-    for reading in mine:
-        other = theirs.get(reading.pair)
-        if other is None or reading.answer is None or other.answer is None:
+    theirs = candidate.answers(workload)
+    baseline_self, unstable = self_agreement(baseline.answers(workload))
+    candidate_self, _ = self_agreement(theirs)
+    result: JSON = {
+        **dict.fromkeys(("compared", "identical", "divergent", "empty", "failed", "unstable", "counts_differ"), 0),
+        "baseline_self": baseline_self, "speculative_self": candidate_self, "divergences": [],
+    }
+    for reading in baseline.readings:
+        own, other = reading.answer, theirs.get(reading.pair)
+        if workload not in (None, reading.workload):
+            continue
+        if own is None or other is None:
             result["failed"] += 1
             continue
-        if not any(texts_of(reading) + texts_of(other)):
+        if not any(own.texts + other.texts):
             result["empty"] += 1
             continue
         result["compared"] += 1
-        found = divergence(reading, other, reading.prompt_index in unstable)
-        result["identical"] += found is None
-        counts = {reading.answer.completion_tokens, other.answer.completion_tokens} - {None}
-        result["counts_differ"] += found is None and len(counts) > 1
-        if found:
-            result["divergent"] += 1
-            result["unstable"] += found["class"] == "unstable-baseline"
-            found["triage"] = triage.get(str(reading.prompt_index)) if found["class"] != "unstable-baseline" else None
-            result["divergences"].append(found)
+        found = divergence(reading, own, other, reading.prompt_index in unstable)
+        counts = {own.completion_tokens, other.completion_tokens} - {None}
+        if found is None:
+            result["identical"] += 1
+            result["counts_differ"] += len(counts) > 1
+            continue
+        result["divergent"] += 1
+        if found["class"] == "unstable-baseline":
+            result["unstable"] += 1
+        else:
+            found["triage"] = triage.get(str(reading.prompt_index))
+        result["divergences"].append(found)
     return result
 
 
@@ -1804,12 +1803,9 @@ def ask_for_gap(baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, ot
     try:
         body = _logprobs(baseline, prompt)
     except RequestFailed as error:
-        return {"finding": "not-known", "gap_nats": None, "baseline_token": None, "speculative_token": None,
-                "reason": f"no log probabilities: {error}"}
-    text = own.content if found["where"] == "content" else own.reasoning
-    rest = other.content if found["where"] == "content" else other.reasoning
-    gap = gap_finding(body, text.encode("utf-8"), rest.encode("utf-8"), found["first_difference_at_byte"])
-    return as_dict(scrubbed(gap, baseline.key))
+        return {**UNKNOWN_GAP, "reason": f"no log probabilities: {error}"}
+    text, rest = (getattr(answer, found["where"]).encode("utf-8") for answer in (own, other))
+    return as_dict(scrubbed(gap_finding(body, text, rest, found["first_difference_at_byte"]), baseline.key))
 
 
 def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
@@ -1828,6 +1824,9 @@ def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
     return content
 
 
+UNKNOWN_GAP: JSON = {"finding": "not-known", "gap_nats": None, "baseline_token": None, "speculative_token": None}
+
+
 def _token_bytes(entry: JSON) -> bytes:
     raw = entry.get("bytes")
     if isinstance(raw, list) and all(isinstance(value, int) and 0 <= value < 256 for value in raw):
@@ -1841,20 +1840,19 @@ def gap_finding(tokens: Sequence[Any], own: bytes, other: bytes, offset: int) ->
     `offset` is the byte at which `other` differs.  The gap, in nats, lies between the baseline's token there and the
     token with which the other text goes on; for one that is not listed it is at least the distance to the last listed.
     """
-    result: JSON = {"finding": "not-known", "gap_nats": None, "baseline_token": None, "speculative_token": None}
     spelled = b"".join(_token_bytes(as_dict(entry)) for entry in tokens)
     start, beginning = spelled.rfind(own), own[: offset + 1]
     if start < 0 and (spelled.startswith(beginning) or spelled.count(beginning) == 1):
         start = spelled.find(beginning)  # the answer went on differently behind the place: that does no harm
     if start < 0:
-        return {**result, "reason": "its answer changed again"}
+        return {**UNKNOWN_GAP, "reason": "its answer changed again"}
     at = -start  # reasoning comes before the content
     for entry in map(as_dict, tokens):
         size = len(_token_bytes(entry))
         if at + size > offset or (at == offset and size == 0):
-            return {**result, **_gap_at(entry, other[max(at, 0) :])}
+            return {**UNKNOWN_GAP, **_gap_at(entry, other[max(at, 0) :])}
         at += size
-    return {**result, "reason": "the baseline's answer ends there"}
+    return {**UNKNOWN_GAP, "reason": "the baseline's answer ends there"}
 
 
 def _gap_at(entry: JSON, rest: bytes) -> JSON:
