@@ -1500,9 +1500,7 @@ class Recorder:
         if self.file is None or self.write_error:
             return
         try:
-            data = json_line(line)
-            if self.file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, "no space left on device")
+            write_whole(self.file, json_line(line))
         except OSError as error:
             self.write_error = f"the run file could not be written: {error.strerror}; measuring went on without it"
             self.say(self.write_error)
@@ -2643,18 +2641,17 @@ def append_records(path: str, records: Sequence[JSON]) -> None:
                 data = b"\n" + data
         file.seek(0, os.SEEK_END)
         try:
-            written = file.write(data)
+            write_whole(file, data)
         except OSError:
-            _take_back(file, end)
+            with contextlib.suppress(OSError):  # what is no ordinary file cannot be shortened
+                file.truncate(end)
             raise
-        if written != len(data):
-            _take_back(file, end)
-            raise OSError(errno.ENOSPC, "no space left on device")
 
 
-def _take_back(file: BinaryIO, end: int) -> None:
-    with contextlib.suppress(OSError):  # what is no ordinary file cannot be shortened
-        file.truncate(end)
+def write_whole(file: BinaryIO, data: bytes) -> None:
+    """One unbuffered write.  OSError also where only a part of it fits."""
+    if file.write(data) != len(data):
+        raise OSError(errno.ENOSPC, "no space left on device")
 
 
 def check_ordinary(path: str) -> None:
@@ -2692,49 +2689,54 @@ def read_json_lines(path: str, warn: Say) -> list[JSON]:
 
 def reading_to_json(reading: Reading) -> JSON:
     """A line of the run file: the reading and its answer in one flat object."""
-    place = ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")
-    flat = {name: getattr(reading, name) for name in place}
     answer = asdict(reading.answer) if reading.answer else {}
-    timings = as_dict(answer.get("statistics")).get("timings")
-    return {"kind": "reading", **flat, **answer, "timings": timings, "waited_s": reading.waited_s,
+    return {"kind": "reading", **{name: getattr(reading, name) for name in PLACE}, **answer,
+            "timings": as_dict(answer.get("statistics")).get("timings"), "waited_s": reading.waited_s,
             "error": reading.error}
+
+
+def fields_of(value: Any) -> JSON:
+    """The fields of a dataclass, as they are."""
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def reading_from_json(line: JSON) -> Reading:
     """The reading of such a line.  KeyError or TypeError for other lines."""
     answer = None
     if line["error"] is None:
-        answer = Answer(**{name: line[name] for name in Answer.__dataclass_fields__})
-        seconds = (answer.latency_s, answer.ttft_s, answer.decode_s)
+        answer = Answer(**copied(line, *Answer.__dataclass_fields__))
+        seconds = [answer.latency_s, *(value for value in (answer.ttft_s, answer.decode_s) if value is not None)]
         counts = (answer.decode_tokens, answer.completion_tokens, answer.prompt_tokens, answer.cached_tokens)
-        if not all(isinstance(text, str) for text in (answer.content, answer.reasoning)) or not (
-            all(value is None or 0 <= (-1 if as_number(value) is None else value) < 1e9 for value in seconds)
-            and all(value is None or as_count(value) is not None for value in counts) and answer.latency_s is not None
-        ):
+        if not (all(isinstance(text, str) for text in answer.texts)
+                and all(as_number(value) is not None and 0 <= value < 1e9 for value in seconds)
+                and all(value is None or as_count(value) is not None for value in counts)):
             raise TypeError("an answer whose text, times or counts are none")
     if as_count(line["prompt_index"]) is None or as_count(line["repeat"]) is None:
         raise TypeError("a reading that is of no pair")
-    return Reading(line["arm"], line["prompt_index"], line["prompt_id"], line["workload"], line["repeat"],
-                   line["place"], answer, line["error"], line["waited_s"])
+    return Reading(answer=answer, **copied(line, *PLACE, "error", "waited_s"))
+
+
+# The fields of a reading that say what was asked.
+PLACE = ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")
 
 
 def counted_to_json(counted: Counted) -> JSON:
     """A line of the run file with a server's counters before and after one block."""
-    return {"kind": "counted", **{name: getattr(counted, name) for name in Counted.__dataclass_fields__},
-            "before": _snapshot_to_json(counted.before), "after": _snapshot_to_json(counted.after)}
+    return {"kind": "counted", **fields_of(counted), "before": fields_of(counted.before),
+            "after": fields_of(counted.after)}
 
 
-def _snapshot_to_json(snapshot: Snapshot) -> JSON:
-    return {name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__}
+def counted_from_json(line: JSON) -> Counted:
+    """The counters of such a line.  KeyError, TypeError or ValueError for other lines."""
 
+    def snapshot(value: JSON) -> Snapshot:
+        samples = value["samples"]
+        if samples is not None:
+            samples = tuple(Sample(name, tuple((k, v) for k, v in labels), *rest) for name, labels, *rest in samples)
+        return Snapshot(samples, value["unavailable"], value["process"])
 
-def _snapshot_from_json(value: JSON) -> Snapshot:
-    rows = value["samples"]
-    samples = None if rows is None else tuple(
-        Sample(name, tuple((k, v) for k, v in labels), number, kind, series) for name, labels, number, kind,
-        series in rows
-    )
-    return Snapshot(samples, value["unavailable"], value["process"])
+    return Counted(**{**copied(line, *Counted.__dataclass_fields__), "before": snapshot(line["before"]),
+                      "after": snapshot(line["after"])})
 
 
 def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
@@ -2744,25 +2746,19 @@ def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
     triage: dict[str, JSON] = {}
     for number, line in enumerate(read_json_lines(path, warn), 1):
         try:
-            kind, arm = line["kind"], line["arm"]
+            kind, arm = line.pop("kind"), line["arm"]
             if kind == "run":
                 level[arm] = (arm, line["concurrency"])
-                # a run that was cut off has no closing line
-                runs[level[arm]] = Run(arm, {k: v for k, v in line.items() if k != "kind"}, (), (), True)
-            elif kind == "reading":
-                run = runs[level[arm]]
-                runs[level[arm]] = replace(run, readings=(*run.readings, reading_from_json(line)))
-            elif kind == "counted":
-                run = runs[level[arm]]
-                fields = {name: line[name] for name in Counted.__dataclass_fields__ if name not in ("before", "after")}
-                block = Counted(before=_snapshot_from_json(line["before"]), after=_snapshot_from_json(line["after"]),
-                                **fields)
-                runs[level[arm]] = replace(run, counted=(*run.counted, block))
-            elif kind == "end":
-                runs[level[arm]] = replace(runs[level[arm]], interrupted=line["interrupted"])
+                runs[level[arm]] = Run(arm, line, (), (), True)  # a run that was cut off has no closing line
             elif kind == "triage":
                 gap = {**line["triage"], "gap_nats": as_number(line["triage"]["gap_nats"])}
                 triage.setdefault(arm, {})[str(line["prompt_index"])] = gap
+            elif kind in ("reading", "counted", "end"):
+                run = runs[level[arm]]
+                runs[level[arm]] = (
+                    replace(run, readings=(*run.readings, reading_from_json(line))) if kind == "reading" else
+                    replace(run, counted=(*run.counted, counted_from_json(line))) if kind == "counted" else
+                    replace(run, interrupted=line["interrupted"]))
         except DAMAGED as error:
             raise UsageError(f"{path}: object {number} is no line of a run file, or damaged ({type(error).__name__}); "
                              "give a file of --save-run") from None
@@ -2785,8 +2781,8 @@ def differing_conditions(baseline: Run, candidate: Run) -> list[str]:
     differ = [name for name in fields if a["request"].get(name) != b["request"].get(name)]
     if [p["sha256"] for p in a["prompts"]] != [p["sha256"] for p in b["prompts"]]:
         differ.append("prompts")
-    rest = [{k: v for k, v in side["request"].items() if k not in fields} for side in (a, b)]
-    if rest[0] != rest[1]:
+    extras, others = ({k: v for k, v in side["request"].items() if k not in fields} for side in (a, b))
+    if extras != others:
         differ.append("request extras")
     return differ + [name for name in ("concurrency", "stream") if a[name] != b[name]]
 
