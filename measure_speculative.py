@@ -3437,49 +3437,49 @@ class _ReferenceState:
     """What a reference server has done so far; its truth, and its metrics page."""
 
     def __init__(self, config: Reference) -> None:
-        self.config, self.lock = config, threading.Lock()
-        self.active = self.served = 0
+        self.config, self.lock, self.active = config, threading.Lock(), 0
         self.log: list[JSON] = []
-        self.positions = [0] * max(config.chain, 1)
 
     def spoken(self, prompt: str, n: int, word: str) -> str:
         """The token as this server says it: planted and random changes included."""
         planted = self.config.planted
-        if planted and n == planted[1] and planted[0] in prompt and self.config.chain:
-            return other_spelling(word)
-        if self.config.flip and coin("flip", time.perf_counter_ns()) < self.config.flip:
-            return other_spelling(word)
-        return word
+        is_planted = planted and n == planted[1] and planted[0] in prompt and self.config.chain
+        is_flipped = self.config.flip and coin("flip", time.perf_counter_ns()) < self.config.flip
+        return other_spelling(word) if is_planted or is_flipped else word
 
     def metrics_page(self) -> str:
         """Counters under vLLM's names."""
         with self.lock:
-            sums = {name: sum(entry[name] for entry in self.log) for name in ("steps", "drafted", "accepted", "tokens")}
-            positions, active = list(self.positions), self.active
-        lines = ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running {active}",
-                 "# TYPE vllm:generation_tokens_total counter", f"vllm:generation_tokens_total {sums['tokens']}"]
+            active, log = self.active, list(self.log)
+        page = ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running {active}"]
+        counters = {"generation": "tokens"}
         if self.config.chain:
-            for name, key in (("drafts", "steps"), ("draft_tokens", "drafted"), ("accepted_tokens", "accepted")):
-                lines += [f"# TYPE vllm:spec_decode_num_{name}_total counter",
-                          f"vllm:spec_decode_num_{name}_total {sums[key]}"]
-            lines.append("# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter")
-            lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i,
-                      n in enumerate(positions)]
-        return "\n".join(lines) + "\n"
+            counters.update({"spec_decode_num_draft": "drafted", "spec_decode_num_accepted": "accepted"})
+        for name, key in counters.items():
+            page += [f"# TYPE vllm:{name}_tokens_total counter",
+                     f"vllm:{name}_tokens_total {sum(entry[key] for entry in log)}"]
+        if self.config.chain:
+            positions = [sum(entry["positions"][i] for entry in log) for i in range(self.config.chain)]
+            page += ["# TYPE vllm:spec_decode_num_drafts_total counter",
+                     f"vllm:spec_decode_num_drafts_total {sum(entry['steps'] for entry in log)}",
+                     "# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter"]
+            page += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {count}'
+                     for i, count in enumerate(positions)]
+        return "\n".join(page) + "\n"
 
 
 def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
               emit: Callable[[list[str]], None]) -> None:
     """Produce `length` tokens at their modelled times; waits end at absolute deadlines, so errors do not add up."""
-    config, due = state.config, started + state.config.prefill_s
-    entry: JSON = {"prompt": prompt, "tokens": length, "steps": 0, "plain_steps": 0, "drafted": 0, "accepted": 0,
-             "rejected": 0, "positions": [0] * len(state.positions), "prefill_s": config.prefill_s, "decode_s": 0.0}
+    config, due, n = state.config, started + state.config.prefill_s, 1
+    entry: JSON = {"prompt": prompt, "tokens": length, "prefill_s": config.prefill_s, "decode_s": 0.0,
+                   "positions": [0] * max(config.chain, 1),
+                   **dict.fromkeys(("steps", "plain_steps", "drafted", "accepted", "rejected"), 0)}
     with state.lock:
         state.active += 1
     try:
         time.sleep(max(0.0, due - time.perf_counter()))
         emit([state.spoken(prompt, 0, config.target_token(prompt, 0))])
-        n = 1
         for tokens, drafted, accepted in config.steps(prompt, length):
             with state.lock:
                 load = state.active * (drafted + 1) / config.capacity if config.capacity else 1.0
@@ -3488,18 +3488,15 @@ def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
             time.sleep(max(0.0, due - time.perf_counter()))
             emit([state.spoken(prompt, n + i, token) for i, token in enumerate(tokens)])
             n += len(tokens)
-            entry["decode_s"] += cost_s
-            entry["steps" if drafted else "plain_steps"] += 1
-            entry["drafted"] += drafted
-            entry["accepted"] += accepted
-            entry["rejected"] += accepted < drafted
+            for name, more in (("decode_s", cost_s), ("steps" if drafted else "plain_steps", 1), ("drafted", drafted),
+                               ("accepted", accepted), ("rejected", accepted < drafted)):
+                entry[name] += more
             for i in range(accepted):
                 entry["positions"][i] += 1
     finally:
         with state.lock:
             state.active -= 1
             state.log.append(entry)
-            state.positions = [a + b for a, b in zip(state.positions, entry["positions"])]
 
 
 def reference_handler(state: _ReferenceState) -> Any:
@@ -3553,9 +3550,8 @@ def reference_handler(state: _ReferenceState) -> Any:
 
             def emit(tokens: list[str]) -> None:
                 said.extend(tokens)
-                end = "length" if len(said) == length else None
                 send([{"index": 0, "delta": {"content": "".join(tokens)}, "token_ids": [0] * len(tokens),
-                       "finish_reason": end}])
+                       "finish_reason": "length" if len(said) == length else None}])
 
             _generate(state, prompt, length, started, emit)
             send([], usage={"prompt_tokens": len(prompt.split()), "completion_tokens": length})
@@ -3631,16 +3627,16 @@ def cpu_share(seconds: float = 0.25) -> float:
 
 def reference_truth(log: Sequence[JSON]) -> JSON:
     """True figures of one reference server from its own log: speeds in tokens/s, times in seconds, exact counts."""
-    counts = ("tokens", "steps", "plain_steps", "drafted", "accepted", "rejected")
-    total = {name: sum(entry[name] for entry in log) for name in counts}
-    decode_s, prefill_s = math.fsum(e["decode_s"] for e in log), math.fsum(e["prefill_s"] for e in log)
-    targets = total["steps"] + total["plain_steps"]
+    counts = ("tokens", "steps", "plain_steps", "drafted", "accepted", "rejected", "decode_s", "prefill_s")
+    total = {name: math.fsum(e[name] for e in log) if name.endswith("_s") else sum(e[name] for e in log)
+             for name in counts}
+    decoded, targets = total["tokens"] - len(log), total["steps"] + total["plain_steps"]
     return {
         **total, "positions": [sum(column) for column in zip(*(e["positions"] for e in log))],
-        "tokens_per_s": total["tokens"] / (decode_s + prefill_s), "decode_s": decode_s,
-        "decode_tokens_per_s": (total["tokens"] - len(log)) / decode_s,
-        "tokens_per_step": (total["tokens"] - len(log)) / targets, "step_s": decode_s / targets,
-        "ttft_s": prefill_s / len(log),
+        "tokens_per_s": total["tokens"] / (total["decode_s"] + total["prefill_s"]),
+        "decode_tokens_per_s": decoded / total["decode_s"],
+        "tokens_per_step": decoded / targets, "step_s": total["decode_s"] / targets,
+        "ttft_s": total["prefill_s"] / len(log),
         "request_s": {e["prompt"]: e["decode_s"] + e["prefill_s"] for e in log},
     }
 
