@@ -3700,48 +3700,42 @@ def _json_object(text: str) -> JSON:
     return value
 
 
-def _add_results(group: Any) -> None:
+def _add_results(add: Callable[..., Any]) -> None:
     """Flags that `measure` and `compare` share."""
-    group.add_argument("--label", default="speculative-run",
-                       help="name of this experiment in the notebook (default %(default)s)")
-    group.add_argument("--labbook", default="labbook.md", metavar="FILE",
-                       help="notebook to append to (default %(default)s)")
-    group.add_argument("--min-gain", type=_number(float, -0.99, 100), default=0.0, metavar="G",
-                       help="call it paying only above 1+G, as 0.05 for 5%% (default 0)")
-    group.add_argument("--fail-on", type=_listed(_alarm), action="extend", default=[], metavar="WHAT",
-                       help="exit with 3 on any of slower, changed-text, regression (comma list)")
-    group.add_argument("--quiet", action="store_true", help="print nothing but errors and --fail-on alarms")
-    group.add_argument("--divergence-report", metavar="FILE", help="write a bug report on changed text, in Markdown")
+    add("--label", default="speculative-run", help="name of this experiment in the notebook (default %(default)s)")
+    add("--labbook", default="labbook.md", metavar="FILE", help="notebook to append to (default %(default)s)")
+    add("--min-gain", type=_number(float, -0.99, 100), default=0.0, metavar="G",
+        help="call it paying only above 1+G, as 0.05 for 5%% (default 0)")
+    add("--fail-on", type=_listed(_alarm), action="extend", default=[], metavar="WHAT",
+        help="exit with 3 on any of slower, changed-text, regression (comma list)")
+    add("--quiet", action="store_true", help="print nothing but errors and --fail-on alarms")
+    add("--divergence-report", metavar="FILE", help="write a bug report on changed text, in Markdown")
 
 
 def measure_parser() -> argparse.ArgumentParser:
     """The flags of `measure`; what they mean stands at the top of this file, which is the help page."""
     parser = _parser("measure", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--baseline-url")
-    parser.add_argument("--speculative-url", action="append", default=[])
-    parser.add_argument("--model")
-    parser.add_argument("--speculative-model")
-    parser.add_argument("--prompt-set", choices=("builtin", "file"))
-    parser.add_argument("--prompts", action="append", default=[])
-    parser.add_argument("--max-tokens", type=_number(int, 1, 1_000_000), default=192)
-    parser.add_argument("--repeats", type=_number(int, 1, 1_000_000), default=1)
-    parser.add_argument("--warmup", type=_number(int, 0, 1_000_000), default=1)
-    parser.add_argument("--order", choices=("paired", "sequential"), default="paired")
-    parser.add_argument("--concurrency", type=_listed(_number(int, 1, 4096)), default=[1])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=_number(float, 0, 86400, True), default=300.0)
-    parser.add_argument("--triage", type=_number(int, 0, 1_000_000), default=10)
-    _add_results(parser)
-    parser.add_argument("--save-run")
-    parser.add_argument("--include-prompts", action="store_true")
-    parser.add_argument("--engine", default="unknown")
-    parser.add_argument("--engine-version", default="unknown")
-    parser.add_argument("--api-key-env", default="SPEC_API_KEY")
-    parser.add_argument("--no-stream", action="store_true")
-    for arm in ("", "baseline-", "speculative-"):
-        parser.add_argument(f"--{arm}extra-body", type=_json_object, default={})
-    for arm in ("baseline", "speculative"):
-        parser.add_argument(f"--{arm}-metrics-url")
+    add, most = parser.add_argument, 1_000_000
+    for flag in ("--baseline-url", "--model", "--speculative-model", "--save-run", "--baseline-metrics-url",
+                 "--speculative-metrics-url"):
+        add(flag)
+    for flag in ("--speculative-url", "--prompts"):
+        add(flag, action="append", default=[])
+    for flag in ("--include-prompts", "--no-stream"):
+        add(flag, action="store_true")
+    for flag in ("--extra-body", "--baseline-extra-body", "--speculative-extra-body"):
+        add(flag, type=_json_object, default={})
+    for flag, least, default in (("--max-tokens", 1, 192), ("--repeats", 1, 1), ("--warmup", 0, 1),
+                                 ("--triage", 0, 10)):
+        add(flag, type=_number(int, least, most), default=default)
+    for flag, text in (("--engine", "unknown"), ("--engine-version", "unknown"), ("--api-key-env", "SPEC_API_KEY")):
+        add(flag, default=text)
+    add("--prompt-set", choices=("builtin", "file"))
+    add("--order", choices=("paired", "sequential"), default="paired")
+    add("--concurrency", type=_listed(_number(int, 1, 4096)), default=[1])
+    add("--seed", type=int, default=0)
+    add("--timeout", type=_number(float, 0, 86400, True), default=300.0)
+    _add_results(add)
     return parser
 
 
@@ -3763,15 +3757,14 @@ def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
         arms.append((name, url))
     if not arms:
         raise UsageError("give --baseline-url, --speculative-url or both, as --baseline-url http://127.0.0.1:8080/v1")
-    if len({name for name, _ in arms}) < len(arms):
+    if len(dict(arms)) < len(arms):
         raise UsageError("two servers have the same name; name the candidates apart, as --speculative-url "
                          "k4=http://...")
     if args.speculative_metrics_url and len(args.speculative_url) > 1:
         raise UsageError("--speculative-metrics-url fits one candidate only")
-    for flag, url in (("--baseline-metrics-url", args.baseline_metrics_url),
-                      ("--speculative-metrics-url", args.speculative_metrics_url)):
-        if url:
-            checked_url(url, flag, query_allowed=True)
+    for arm in ("baseline", "speculative"):
+        if url := getattr(args, f"{arm}_metrics_url"):
+            checked_url(url, f"--{arm}-metrics-url", query_allowed=True)
     return arms
 
 
@@ -3890,7 +3883,7 @@ def memory_of(snapshot: Snapshot) -> JSON:
     told: JSON = {}
     for sample in snapshot.samples or ():
         if sample.name == "vllm:cache_config_info":
-            blocks, size = (sample.label("num_gpu_blocks") or ""), (sample.label("block_size") or "")
+            blocks, size = sample.label("num_gpu_blocks") or "", sample.label("block_size") or ""
             if blocks.isdigit() and size.isdigit():
                 told["cache_tokens"] = told.get("cache_tokens", 0) + int(blocks) * int(size)
         elif sample.name == "process_resident_memory_bytes":
@@ -4132,10 +4125,11 @@ def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> l
 def compare_command(argv: Sequence[str]) -> int:
     """compare: the same comparison from saved runs."""
     parser = _parser("compare", "Compare saved runs (measure --save-run): for machines that hold one server at a time.")
-    parser.add_argument("baseline", help="run file with the baseline (and perhaps its candidates)")
-    parser.add_argument("speculative", nargs="*", help="run files with one candidate each")
-    _add_results(parser)
-    parser.add_argument("--force", action="store_true", help="compare although conditions differ, and mark the record")
+    add = parser.add_argument
+    add("baseline", help="run file with the baseline (and perhaps its candidates)")
+    add("speculative", nargs="*", help="run files with one candidate each")
+    _add_results(add)
+    add("--force", action="store_true", help="compare although conditions differ, and mark the record")
     args = parser.parse_args(argv)
     args.command = shlex.join(["measure_speculative.py", "compare", *argv])
     say = speaker(args.quiet)
@@ -4159,9 +4153,7 @@ def compare_command(argv: Sequence[str]) -> int:
     return conclude(args, measured, None, None)
 
 
-def runs_to_compare(
-    first: str, others: Sequence[str], say: Say
-) -> tuple[list[list[Run]], dict[str, JSON]]:
+def runs_to_compare(first: str, others: Sequence[str], say: Say) -> tuple[list[list[Run]], dict[str, JSON]]:
     """For each concurrency level of the baseline its runs, the baseline first; and the triage findings by arm.
 
     Candidates are named by their arm, or by the stem of their file where that arm says nothing or is taken.
@@ -4173,21 +4165,16 @@ def runs_to_compare(
     for path in others:
         more, findings = read_runs(path, say)
         stem, taken = os.path.splitext(os.path.basename(path))[0], {"baseline", *(run.arm for run in candidates)}
-        for arm in dict.fromkeys(run.arm for run in more):
-            if arm == "baseline" and any(run.arm != arm for run in more):
-                continue
+        arms = list(dict.fromkeys(run.arm for run in more))
+        for arm in [arm for arm in arms if arm != "baseline"] or arms:
             name = stem if arm in taken or (arm == "speculative" and len(others) > 1) else arm
             name = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
             candidates += [replace(run, arm=name) for run in more if run.arm == arm]
             triage[name] = findings.get(arm, triage.get(name, {}))
-    levels = []
-    for run in baselines:
-        level = run.conditions["concurrency"]
-        # a candidate that was measured at one other level still stands here: its refusal names what differs
-        matching = [c for c in candidates if c.conditions["concurrency"] == level
-                    or (len(baselines) == 1 and sum(other.arm == c.arm for other in candidates) == 1)]
-        levels.append([run, *matching])
-    return levels, triage
+    names = [run.arm for run in candidates]
+    # a candidate that was measured at one other level still stands here: its refusal names what differs
+    return [[run, *(c for c in candidates if c.conditions["concurrency"] == run.conditions["concurrency"]
+                    or (len(baselines) == 1 and names.count(c.arm) == 1))] for run in baselines], triage
 
 
 def report_command(argv: Sequence[str]) -> int:
@@ -4206,11 +4193,10 @@ def report_command(argv: Sequence[str]) -> int:
             csv_report([record])
             crossover_lines([record] if record.get("kind") == "comparison" else [])
             str.encode(record["label"])
+            records.append(record)
         except DAMAGED as error:
             say_on_stderr(f"{args.labbook}: the record {record.get('label')} of {record.get('recorded_at')} is damaged "
                           f"and left out ({error!r})")
-            continue
-        records.append(record)
     if args.label:
         labels = sorted({record["label"] for record in records})
         records = [r for r in records if (r["label"] + "/").startswith(args.label + "/")]
@@ -4229,32 +4215,31 @@ def break_even_command(argv: Sequence[str]) -> int:
                      "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft cost "
                      "of 0.10 means\n"
                      "that drafting one token takes a tenth of one step of the target.  Leviathan et al. 2023.")
-    add = parser.add_argument
+    add, most = parser.add_argument, 1_000_000
     add("--chain", type=_listed(_number(int, 0, 10_000)), default=[2, 4, 8], metavar="K,...",
         help="chain lengths (default 2,4,8)")
-    add("--draft-cost", type=_listed(_number(float, 0, 1_000_000)), default=[0.10, 0.20, 0.35], metavar="C,...",
+    add("--draft-cost", type=_listed(_number(float, 0, most)), default=[0.10, 0.20, 0.35], metavar="C,...",
         help="cost of one draft step in target steps (default 0.10,0.20,0.35)")
     add("--alpha", type=_number(float, 0, 1), metavar="A", help="also print the speed-up at this acceptance")
-    add("--measured-step-cost", type=_number(float, 0, 1_000_000, True), metavar="X",
+    add("--measured-step-cost", type=_number(float, 0, most, True), metavar="X",
         help="what a step was seen to cost, in target steps")
-    add("--tokens-per-step", type=_number(float, 0, 1_000_000, True), metavar="L",
+    add("--tokens-per-step", type=_number(float, 0, most, True), metavar="L",
         help="tokens that a target step was seen to bring")
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     cost, length = args.measured_step_cost, args.tokens_per_step
     if (cost is None) != (length is None):
         raise UsageError("--measured-step-cost and --tokens-per-step belong together; give both")
-    cells = [(k, c) for k in args.chain for c in args.draft_cost]
-    told: JSON = {"table": []}
-    for k, c in cells:
-        applies, needed = alpha_needed(k, 1 + k * c)
-        told["table"].append({"chain": k, "draft_cost": c, "alpha_needed": needed, "applies": applies})
+    cells = [{"chain": k, "draft_cost": c} for k in args.chain for c in args.draft_cost]
+    needed = [alpha_needed(cell["chain"], 1 + cell["chain"] * cell["draft_cost"]) for cell in cells]
+    told: JSON = {"table": [{**cell, "alpha_needed": alpha, "applies": applies}
+                            for cell, (applies, alpha) in zip(cells, needed)]}
     if args.alpha is not None:
-        told["speedups"] = [{"chain": k, "draft_cost": c, "speedup": speedup(args.alpha, k, c)} for k, c in cells]
-        told["best"] = []
-        for c in args.draft_cost:
-            chain, best = best_chain(args.alpha, c)
-            told["best"].append({"draft_cost": c, "chain": chain, "speedup": best if math.isfinite(best) else None})
+        told["speedups"] = [{**cell, "speedup": speedup(args.alpha, cell["chain"], cell["draft_cost"])}
+                            for cell in cells]
+        best = [(c, *best_chain(args.alpha, c)) for c in args.draft_cost]
+        told["best"] = [{"draft_cost": c, "chain": chain, "speedup": ratio if math.isfinite(ratio) else None}
+                        for c, chain, ratio in best]
     if cost is not None:
         told["measured"] = {"step_cost": cost, "tokens_per_step": length, "speedup": length / cost}
     print_lines([json.dumps(told)] if args.json else break_even_lines(args, told))
@@ -4421,9 +4406,7 @@ def calibration_lines(rows: Sequence[JSON]) -> list[str]:
 def reference_server_command(argv: Sequence[str]) -> int:
     """reference-server CONFIG: not for users; `calibrate` starts it."""
     config = loads(argv[0])
-    if config.get("planted"):
-        config["planted"] = tuple(config["planted"])
-    return serve_reference(Reference(**config))
+    return serve_reference(Reference(**{**config, "planted": config["planted"] and tuple(config["planted"])}))
 
 
 def say_on_stderr(words: str) -> None:
@@ -4447,8 +4430,8 @@ def print_lines(lines: Sequence[str]) -> None:
         with contextlib.suppress(OSError, ValueError):  # what is still buffered must not fail again at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            words = f"cannot write to standard output: {error.strerror}; what should stand there is lost"
-            raise MeasureError(words) from None
+            raise MeasureError(f"cannot write to standard output: {error.strerror}; what should stand there is "
+                               "lost") from None
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
