@@ -1165,7 +1165,7 @@ def _positions(samples: Sequence[Sample], name: str) -> tuple[int, ...] | None:
     return tuple(round(counts.get(i, 0.0)) for i in range(max(counts) + 1)) if counts else None
 
 
-def from_draft_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+def from_draft_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
     """llama.cpp, vLLM, LMDeploy, and gateways that rename them: drafts, drafted, accepted and accepted per position."""
     for prefix in ("llamacpp:", "vllm:", "lmdeploy:", "lemonade_llamacpp_"):
         stem = prefix + "spec_decode_num_"
@@ -1178,7 +1178,7 @@ def from_draft_counters(samples: Sequence[Sample], tokens: int | None, answers: 
     return None
 
 
-def from_old_vllm_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+def from_old_vllm_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
     """vLLM before its rewrite: emitted = accepted + one token of the target's own per step."""
     emitted = _counted(samples, "vllm:spec_decode_num_emitted_tokens")
     accepted = _counted(samples, "vllm:spec_decode_num_accepted_tokens")
@@ -1187,7 +1187,7 @@ def from_old_vllm_counters(samples: Sequence[Sample], tokens: int | None, answer
     return Acceptance("metrics", emitted - accepted, _counted(samples, "vllm:spec_decode_num_draft_tokens"), accepted)
 
 
-def from_old_llama_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+def from_old_llama_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
     """llama.cpp forks and unmerged builds under two older spellings."""
     for drafted, accepted in (("draft_tokens", "draft_tokens_accepted"),
                               ("spec_tokens_drafted", "spec_tokens_accepted")):
@@ -1197,7 +1197,7 @@ def from_old_llama_counters(samples: Sequence[Sample], tokens: int | None, answe
     return None
 
 
-def from_sglang_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+def from_sglang_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
     """SGLang counts verification steps only: every step gives its accepted drafts and one token more."""
     steps = _counted(samples, "sglang:spec_verify_calls")
     if steps is None:
@@ -1207,7 +1207,7 @@ def from_sglang_counters(samples: Sequence[Sample], tokens: int | None, answers:
     return Acceptance("metrics", steps, None, max(accepted, 0) if accepted is not None else None)
 
 
-def from_tensorrt_counters(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+def from_tensorrt_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
     """TensorRT-LLM: two families count the same tokens at different moments, so one of them is used, never both."""
     stem = "trtllm_spec_decode_"
     positions = _positions(samples, stem + "accepted_tokens")
@@ -1220,7 +1220,7 @@ def from_tensorrt_counters(samples: Sequence[Sample], tokens: int | None, answer
     return Acceptance("metrics", None, sum(by_position), sum(positions), positions)
 
 
-def from_tgi_histogram(samples: Sequence[Sample], tokens: int | None, answers: int) -> Acceptance | None:
+def from_tgi_histogram(samples: Sequence[Sample], answers: int) -> Acceptance | None:
     """TGI records accepted tokens once per generation step, the prefill of each answer included."""
     stem = "tgi_request_skipped_tokens_"
     count, total = _counted(samples, stem + "count"), _counted(samples, stem + "sum")
@@ -1249,10 +1249,10 @@ def acceptance_of_answer(statistics: JSON) -> Acceptance | None:
     return next((found for source in ANSWER_SOURCES if (found := source(statistics))), None)
 
 
-def acceptance_of_counters(growth: Growth, tokens: int | None, answers: int) -> Acceptance | None:
-    """What a server's counters tell of the drafts of `answers` answers with `tokens` tokens."""
+def acceptance_of_counters(growth: Growth, answers: int) -> Acceptance | None:
+    """What a server's counters tell of the drafts of `answers` answers."""
     samples = growth.samples or ()
-    found = next((found for source in COUNTER_SOURCES if (found := source(samples, tokens, answers))), None)
+    found = next((found for source in COUNTER_SOURCES if (found := source(samples, answers))), None)
     if found is None and any(_SPECULATION_CONFIGURES.match(s.name) for s in samples):
         return None if spec_delta(growth) else Acceptance("metrics", 0, 0, 0)
     return found
@@ -2115,7 +2115,7 @@ def drafts_of(run: Run, workload: str | None = None) -> Drafts:
     count = sum(answer.completion_tokens != 0 for answer in answers)
     told = added_acceptance([found for answer in answers if (found := acceptance_of_answer(answer.statistics))])
     block_tokens, block_answers = sum_known(block.tokens for block in blocks), sum(block.answers for block in blocks)
-    counted = acceptance_of_counters(growth, block_tokens, block_answers)
+    counted = acceptance_of_counters(growth, block_answers)
     if told:
         best, disagreement = joined_acceptance(told, counted if block_answers == count else None)
         return Drafts(best, tokens, count, disagreement, growth)

@@ -95,7 +95,7 @@ class Recorded(unittest.TestCase):
             with self.subTest(engine):
                 page = want["page"]
                 growth = ms.counter_growth(snapshot(engine, "before"), snapshot(engine, "after"))
-                self.check(page, ms.acceptance_of_counters(growth, page["tokens"], page["answers"]))
+                self.check(page, ms.acceptance_of_counters(growth, page["answers"]))
                 self.assertIn(ms.generated_tokens(growth), (None, page["tokens"]))
 
     def test_answers_give_what_was_worked_out_by_hand(self):
@@ -123,7 +123,7 @@ class Recorded(unittest.TestCase):
                 want = EXPECTED[engine][part]
                 if part == "page":
                     growth = ms.counter_growth(snapshot(engine, "before"), snapshot(engine, "after"))
-                    found = ms.acceptance_of_counters(growth, want["tokens"], want["answers"])
+                    found = ms.acceptance_of_counters(growth, want["answers"])
                 else:
                     found = ms.acceptance_of_answer(answer_of(plain_body(engine)).statistics)
                 alpha = ms.survival(found, want["tokens"], want["answers"])
@@ -200,7 +200,7 @@ class Shapes(unittest.TestCase):
                     values.update({more: 10 * times} if more else {})
                     return ms.snapshot_of("".join("# TYPE %s counter\n%s %d\n" % (n, n, v) for n, v in values.items()),
                                           email.message.Message(), "m")
-                found = ms.acceptance_of_counters(ms.counter_growth(page(1), page(2)), 40, 1)
+                found = ms.acceptance_of_counters(ms.counter_growth(page(1), page(2)), 1)
                 self.assertEqual((30, 12, steps), (found.drafted, found.accepted, found.steps))
 
     def test_renamed_llama_counters_of_a_gateway_are_read(self):
@@ -209,19 +209,19 @@ class Shapes(unittest.TestCase):
                                           'lemonade_llamacpp_spec_decode_num_%s_total{model="m"} %d\n' % (n, n, v * times)
                                           for n, v in (("drafts", 10), ("draft_tokens", 30), ("accepted_tokens", 12))),
                                   email.message.Message(), "m")
-        found = ms.acceptance_of_counters(ms.counter_growth(page(1), page(3)), 40, 1)
+        found = ms.acceptance_of_counters(ms.counter_growth(page(1), page(3)), 1)
         self.assertEqual((20, 60, 24), (found.steps, found.drafted, found.accepted))
 
     def test_two_families_of_tensorrt_are_never_added(self):
         growth = ms.counter_growth(snapshot("tensorrt-llm", "before"), snapshot("tensorrt-llm", "after"))
-        self.assertEqual(60, ms.acceptance_of_counters(growth, None, 3).accepted)
+        self.assertEqual(60, ms.acceptance_of_counters(growth, 3).accepted)
         only_positions = ms.Growth(tuple(s for s in growth.samples if ms.position_of(s) is not None))
-        found = ms.acceptance_of_counters(only_positions, None, 3)
+        found = ms.acceptance_of_counters(only_positions, 3)
         self.assertEqual((120, 60), (found.drafted, found.accepted))
 
     def test_tgi_summary_without_buckets_gives_sums_without_positions(self):
         growth = ms.counter_growth(snapshot("tgi", "before"), snapshot("tgi", "after"))
-        found = ms.acceptance_of_counters(ms.Growth(tuple(s for s in growth.samples if s.label("le") is None)), 34, 2)
+        found = ms.acceptance_of_counters(ms.Growth(tuple(s for s in growth.samples if s.label("le") is None)), 2)
         self.assertEqual((20, None), (found.accepted, found.per_position))
 
     def test_llama_positions_are_believed_over_its_rounded_sum(self):
@@ -231,7 +231,7 @@ class Shapes(unittest.TestCase):
                 "llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position=\"1\"} %d\n")
         growth = ms.counter_growth(*(ms.snapshot_of(page % values, email.message.Message(), "m") for values in (
             ("1.23457e+06", 800000, 434567), ("1.23460e+06", 800015, 434575))))
-        self.assertEqual((23, (15, 8)), (lambda a: (a.accepted, a.per_position))(ms.acceptance_of_counters(growth, 40, 1)))
+        self.assertEqual((23, (15, 8)), (lambda a: (a.accepted, a.per_position))(ms.acceptance_of_counters(growth, 1)))
 
     def test_answers_come_first_and_counters_fill_in_what_they_lack(self):
         answers = ms.Acceptance("timings", None, 36, 27)

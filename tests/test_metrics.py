@@ -32,7 +32,7 @@ def growth_of(case, before="before.txt", after="after.txt", model="m"):
 
 
 def figures_of(growth, tokens=None, answers=0):
-    found = ms.acceptance_of_counters(growth, tokens, answers)
+    found = ms.acceptance_of_counters(growth, answers)
     return found and ms.acceptance_record(found, tokens, answers)
 
 
@@ -147,7 +147,7 @@ class Deltas(unittest.TestCase):
         self.assertEqual([0.8, 0.49, 0.31], told["per_position"])
 
     def counts(self, growth):
-        found = ms.acceptance_of_counters(growth, None, 0)
+        found = ms.acceptance_of_counters(growth, 0)
         return found.steps, found.drafted, found.accepted, found.per_position
 
     def test_case_c03_only_the_measured_model_counts(self):
@@ -181,7 +181,7 @@ class Deltas(unittest.TestCase):
 
     def test_case_c05_page_of_an_older_build_tells_nothing_rather_than_zero(self):
         growth = growth_of("C05", "old_before.txt", "old_after.txt")
-        self.assertIsNone(ms.acceptance_of_counters(growth, 256, 1))
+        self.assertIsNone(ms.acceptance_of_counters(growth, 1))
         self.assertEqual({}, ms.spec_delta(growth))
         self.assertEqual(256, ms.generated_tokens(growth))
 
@@ -201,7 +201,7 @@ class Deltas(unittest.TestCase):
                 self.assertIsNone(growth.samples)
                 self.assertIn("reset", growth.void)
                 self.assertIsNone(ms.spec_delta(growth))
-                self.assertIsNone(ms.acceptance_of_counters(growth, 100, 1))
+                self.assertIsNone(ms.acceptance_of_counters(growth, 1))
 
     def test_case_c12_nothing_accepted_is_zero_and_not_missing(self):
         told = figures_of(growth_of("C12"), 200, 0)
@@ -230,7 +230,7 @@ class Deltas(unittest.TestCase):
 
     def test_case_c17_bookkeepings_need_not_add_up(self):
         growth = growth_of("C17")
-        found = ms.acceptance_of_counters(growth, 16990, 200)
+        found = ms.acceptance_of_counters(growth, 200)
         told = ms.acceptance_record(found, 16990, 200)
         self.assertEqual(7.0, found.drafted / found.steps)
         self.assertAlmostEqual(0.3621, told["rate"], 4)
@@ -238,7 +238,7 @@ class Deltas(unittest.TestCase):
         self.assertAlmostEqual((16990 - 200) / (16990 - 200 - 12208), told["tokens_per_target_step"])
 
     def test_case_c19_old_names_are_known(self):
-        found = ms.acceptance_of_counters(growth_of("C19"), 200, 20)
+        found = ms.acceptance_of_counters(growth_of("C19"), 20)
         told = ms.acceptance_record(found, 200, 20)
         self.assertEqual((60, 200, 120), (found.steps, found.drafted, found.accepted))
         self.assertAlmostEqual(0.6, told["rate"])
@@ -248,7 +248,7 @@ class Deltas(unittest.TestCase):
         pages = ['# TYPE new:draft_magic_total counter\nnew:draft_magic_total{x="1"} %d\n' % n for n in (3, 10)]
         growth = ms.counter_growth(*map(snapshot, pages))
         self.assertEqual({'new:draft_magic_total{x="1"}': 7}, ms.spec_delta(growth))
-        self.assertIsNone(ms.acceptance_of_counters(growth, 100, 2))
+        self.assertIsNone(ms.acceptance_of_counters(growth, 2))
 
     def test_gauges_ratios_and_histograms_of_other_things_have_no_delta(self):
         page = ("# TYPE sglang:spec_accept_length gauge\nsglang:spec_accept_length %d\n"
@@ -305,7 +305,7 @@ class Recorded(unittest.TestCase):
 
     def test_recorded_vllm_pages_give_what_happened(self):
         growth = ms.counter_growth(*self.pages())
-        found = ms.acceptance_of_counters(growth, 80, 1)
+        found = ms.acceptance_of_counters(growth, 1)
         self.assertEqual((14, 56, 56, (14, 14, 14, 14)), (found.steps, found.drafted, found.accepted, found.per_position))
         self.assertEqual(80, ms.generated_tokens(growth))
         self.assertEqual(23, ms.target_steps(found, 80, 1))
@@ -407,7 +407,7 @@ class Unavailable(unittest.TestCase):
             endpoint, before = ms.find_metrics(ms.Endpoint("speculative", server.url, server.root, "m"))
             growth = ms.counter_growth(before, ms.metrics_snapshot(endpoint))
         self.assertTrue(endpoint.metrics_url.endswith("/prometheus/metrics"))
-        self.assertEqual((900, 450), (lambda a: (a.drafted, a.accepted))(ms.acceptance_of_counters(growth, None, 0)))
+        self.assertEqual((900, 450), (lambda a: (a.drafted, a.accepted))(ms.acceptance_of_counters(growth, 0)))
 
     def test_tensorrt_iteration_records_are_never_drained(self):
         with FakeServer("tensorrt-llm", speculation=Speculation()) as server:
