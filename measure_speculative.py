@@ -1562,7 +1562,6 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
         for block in plan:
             befores = {arm: metrics_snapshot(endpoints[arm]) for arm in dict.fromkeys(shot.arm for shot in block.shots)}
             first, started, waiting = len(recorder.readings), time.perf_counter(), None
-            finished = started
             if concurrency > 1:
                 finished, waiting = _take_at_once(block.shots, endpoints, prompts, recorder, concurrency)
             else:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -460,9 +461,10 @@ assert set(threading.enumerate()) == before
 
     @unittest.skipUnless(hasattr(os, "wait4"), "this system tells no CPU time of a single child")
     def test_help_costs_little_cpu_time(self):
-        """The promise is 1.5 times these three imports, and 1.36 (3.9) to 1.48 (3.13) was seen; 0.2 is room for noise.
+        """At most 1.5 times these three imports; on a quiet machine it was 1.32 (CPython 3.9) to 1.45 (3.13).
 
-        CPython compiles a script at every start, so most of it is the size of the file.
+        CPython compiles a script at every start, so most of it is the size of the file.  The best of 15 runs of each
+        is compared; where a busy machine spoils them all, the best of up to 60.
         """
         imports = ["-c", "import argparse, json, urllib.request"]
         shown = [str(PROGRAM), "--help"]
@@ -474,8 +476,12 @@ assert set(threading.enumerate()) == before
             self.assertEqual(0, status)
             return usage.ru_utime + usage.ru_stime
 
-        runs = [(cpu_s(imports), cpu_s(shown)) for _ in range(15)]
-        self.assertLessEqual(min(run[1] for run in runs), 1.7 * min(run[0] for run in runs))
+        needed = allowed = math.inf
+        for number in range(60):
+            allowed, needed = min(allowed, 1.5 * cpu_s(imports)), min(needed, cpu_s(shown))
+            if number >= 14 and needed <= allowed:
+                break
+        self.assertLessEqual(needed, allowed)
 
     def test_the_help_page_tells_every_flag_and_its_default(self):
         page = subprocess.run([sys.executable, str(PROGRAM), "--help"], capture_output=True, text=True, timeout=30).stdout
