@@ -366,6 +366,11 @@ class Endpoint:
     engine: str = "unknown"
     served: tuple[str, ...] = ()  # the models that it lists
 
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return f"{self.arm} server {self.api}"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -494,22 +499,6 @@ def one_line(text: str, limit: int = 300) -> str:
     return folded if len(folded) <= limit else folded[: limit - 3] + "..."
 
 
-def open_url(url: str, key: str, timeout_s: float, body: JSON | None = None) -> http.client.HTTPResponse:
-    """The response to a GET, or to a POST of `body`; RequestFailed says why there is none."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    data = None if body is None else json.dumps(body).encode()
-    if data is not None:
-        headers["Content-Type"] = "application/json"
-    try:
-        response = _opener().open(urllib.request.Request(url, data, headers), timeout=timeout_s)
-    except urllib.error.HTTPError as error:
-        raise _refusal(error, key) from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
-    assert isinstance(response, http.client.HTTPResponse)
-    return response
-
-
 def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
     """An HTTP error status in the server's own words."""
     body = b""
@@ -568,14 +557,31 @@ def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
         raise http.client.IncompleteRead(b"", left)
 
 
+def exchange(url: str, key: str, timeout_s: float, read: Callable[[http.client.HTTPResponse], Any],
+             body: JSON | None = None) -> Any:
+    """What `read` makes of the response to a GET, or to a POST of `body`; RequestFailed says why there is none."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    if data is not None:
+        headers["Content-Type"] = "application/json"
+    try:
+        with contextlib.closing(_opener().open(urllib.request.Request(url, data, headers), timeout=timeout_s)) as sent:
+            return read(sent)
+    except urllib.error.HTTPError as error:
+        raise _refusal(error, key) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
+
+
+def whole_body(response: http.client.HTTPResponse) -> bytes:
+    """All of it, unpacked."""
+    return b"".join(body_pieces(response))
+
+
 def get_text(url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S) -> tuple[str, http.client.HTTPMessage]:
     """The text of a GET and its headers, key removed; RequestFailed otherwise."""
-    with contextlib.closing(open_url(url, key, timeout_s)) as response:
-        try:
-            body = b"".join(body_pieces(response))
-        except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
-        return redacted(body.decode("utf-8-sig", "replace"), key, SECRET_LENGTH), response.headers
+    body, headers = exchange(url, key, timeout_s, lambda response: (whole_body(response), response.headers))
+    return redacted(body.decode("utf-8-sig", "replace"), key, SECRET_LENGTH), headers
 
 
 def get_json(url: str, key: str, timeout_s: float) -> tuple[Any, http.client.HTTPMessage]:
@@ -623,12 +629,7 @@ def post_chat(
     """What `read` makes of the answer to a chat request; the endpoint's own fields win, and a null removes one."""
     body = {"model": endpoint.model, "messages": list(messages), **extra, **endpoint.request}
     body = {name: value for name, value in body.items() if value is not None}
-    url, key, timeout_s = endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s
-    with contextlib.closing(open_url(url, key, timeout_s, body)) as response:
-        try:
-            return read(response)
-        except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
+    return exchange(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s, read, body)
 
 
 def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -> Answer:
@@ -1531,19 +1532,18 @@ class Recorder:
         sys.stderr.flush()
 
 
-def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say,
-                 is_first: bool = False) -> Reading:
+def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say, is_first: bool = False) -> Reading:
     """Send one planned request; whatever goes wrong becomes the reading's error.
 
     UsageError if it is the first that this server sees and is refused as it is.
     """
     reading = Reading(endpoint.arm, shot.prompt, prompt.id, prompt.workload, shot.repeat, shot.place)
     try:
-        answer, waited = patiently(lambda: complete(endpoint, prompt.messages), say, f"{endpoint.arm} ({endpoint.api})")
+        answer, waited = patiently(lambda: complete(endpoint, prompt.messages), say, endpoint.name)
     except RequestFailed as error:
         if is_first:
             refused_for_good(endpoint, error)
-        return replace(reading, error=f"{endpoint.arm} server {endpoint.api}: {error}")
+        return replace(reading, error=f"{endpoint.name}: {error}")
     if endpoint.engine == "koboldcpp":
         with contextlib.suppress(RequestFailed, ValueError):
             side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
@@ -1636,17 +1636,37 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Answer 
     All arms get the same requests in the same order, the warm-up included: greedy text depends on a server's history.
     """
     answers: list[Answer | None] = [None] * len(endpoints)
-    messages = ({"role": "user", "content": "Count from one to twenty in words, separated by commas."},)
+    text = "Count from one to twenty in words, separated by commas."
+    prompt = Prompt("warm-up", "warm-up", ({"role": "user", "content": text},))
     for _ in range(count):
         for number, endpoint in enumerate(endpoints):
-            who = f"{endpoint.arm} ({endpoint.api})"
-            try:
-                ask = functools.partial(complete, endpoint, messages)
-                answers[number], _ = patiently(ask, say, who)
-            except RequestFailed as error:
-                refused_for_good(endpoint, error)
-                say(f"warm-up: {endpoint.arm} server {endpoint.api}: {error}")
+            reading = take_reading(endpoint, prompt, Shot(number, 0, 0, 0), say, is_first=True)
+            answers[number] = reading.answer or answers[number]
+            if reading.error:
+                say(f"warm-up: {reading.error}")
     return answers
+
+
+def compared(baseline: Run, candidate: Run, min_gain: float, triage: JSON, workload: str | None = None) -> JSON:
+    """Speeds, verdict, acceptance and texts, in one workload or in all; no verdict where nothing was drafted."""
+    drafts, speed = drafts_of(candidate, workload), over_prompts(log_ratios(baseline, candidate, workload))
+    idle = drafts.seen is False and not noise_check(baseline, candidate)
+    return {
+        "baseline_tokens_per_s": figures_of(baseline, workload).tokens_per_s,
+        "speculative_tokens_per_s": figures_of(candidate, workload).tokens_per_s,
+        "speedup": as_json(speed), "verdict": None if idle else verdict_of(speed, min_gain),
+        "acceptance": drafts.record(), "text_comparison": compare_texts(baseline, candidate, triage, workload),
+    }
+
+
+def workload_comparisons(baseline: Run, candidate: Run, total: JSON, min_gain: float, triage: JSON) -> Iterator[JSON]:
+    """The same for each kind of work; no verdict on any where there is none on the whole."""
+    for workload in workloads_of(baseline):
+        part = compared(baseline, candidate, min_gain, triage, workload)
+        del part["text_comparison"]["divergences"]
+        if total["verdict"] is None:
+            part["verdict"] = None
+        yield {"workload": workload, "prompts": len(log_ratios(baseline, candidate, workload)), **part}
 
 
 def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
@@ -1659,7 +1679,7 @@ def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
             way_out = "check --model and the base URL"
         elif error.status in (401, 403):
             way_out = key_words(endpoint.key, endpoint.key_variable)
-        raise UsageError(f"{endpoint.arm} server {endpoint.api} refuses the request: {error}; {way_out}")
+        raise UsageError(f"{endpoint.name} refuses the request: {error}; {way_out}")
 
 
 def key_words(key: str, variable: str) -> str:
@@ -1809,8 +1829,7 @@ def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
     """The list of chosen tokens with their alternatives, as the server sends it."""
     extra = {"stream": False, "logprobs": True, "top_logprobs": 20}
     try:
-        answer = loads(post_chat(endpoint, prompt.messages, extra,
-                                 lambda response: b"".join(body_pieces(response))).decode())
+        answer = loads(post_chat(endpoint, prompt.messages, extra, whole_body).decode())
     except ValueError:
         raise RequestFailed("no valid JSON came back") from None
     choices = as_dict(answer).get("choices")
@@ -2426,7 +2445,7 @@ def noise_check(run: Run, other: Run) -> bool:
     return same_process(run, other) and run.conditions["arm_extras"] == other.conditions["arm_extras"]
 
 
-def pair_findings(baseline: Run, candidate: Run, drafts: Drafts, logs: Logs) -> Iterator[JSON]:
+def pair_findings(baseline: Run, candidate: Run, logs: Logs) -> Iterator[JSON]:
     """What must be known before the two arms are compared."""
     a, b, same = baseline.conditions, candidate.conditions, noise_check(baseline, candidate)
     if same_process(baseline, candidate):
@@ -2436,7 +2455,7 @@ def pair_findings(baseline: Run, candidate: Run, drafts: Drafts, logs: Logs) -> 
     elif drafts_of(baseline).seen:
         yield finding("baseline-drafting",
                       "the baseline server drafts too, so this is no comparison with plain decoding")
-    if drafts.seen is False and not same:
+    if drafts_of(candidate).seen is False and not same:
         yield finding("not-drafting", "speculation did not run: no draft was seen on the speculative server, so its "
                                       "speed says nothing about speculation")
     mine, theirs = (sum_known(answer.cached_tokens for answer in run.shared().values())
@@ -2489,48 +2508,28 @@ def as_json(speed: Estimate | None) -> JSON | None:
     return speed.to_json() if speed else None
 
 
-def workload_comparison(baseline: Run, candidate: Run, workload: str, min_gain: float | None, triage: JSON) -> JSON:
-    """The comparison for one kind of work; no verdict where nothing was drafted in it, or without `min_gain`."""
-    logs, drafts = log_ratios(baseline, candidate, workload), drafts_of(candidate, workload)
-    speed, texts = over_prompts(logs), compare_texts(baseline, candidate, triage, workload)
-    idle = min_gain is None or (drafts.seen is False and not noise_check(baseline, candidate))
-    return {
-        "workload": workload, "prompts": len(logs),
-        "baseline_tokens_per_s": figures_of(baseline, workload).tokens_per_s,
-        "speculative_tokens_per_s": figures_of(candidate, workload).tokens_per_s,
-        "speedup": as_json(speed), "verdict": None if idle or min_gain is None else verdict_of(speed, min_gain),
-        "acceptance": drafts.record(),
-        "text_comparison": {name: value for name, value in texts.items() if name != "divergences"},
-    }
-
-
 def comparison_record(baseline: Run, candidate: Run, label: str, min_gain: float, triage: JSON, fit: JSON | None,
                       forced: Sequence[str]) -> JSON:
     """What the lab notebook keeps of one candidate against the baseline."""
-    drafts, logs = drafts_of(candidate), log_ratios(baseline, candidate)
+    logs, total = log_ratios(baseline, candidate), compared(baseline, candidate, min_gain, triage)
     mine, theirs = figures_of(baseline), figures_of(candidate)
     about, base_about = candidate.conditions, baseline.conditions
-    audit = list(pair_findings(baseline, candidate, drafts, logs))
+    audit = list(pair_findings(baseline, candidate, logs))
     if forced:
         words = f"compared by --force although these differ: {', '.join(forced)}"
         audit.append(finding("conditions-differ", words, fields=list(forced)))
-    speed, texts = over_prompts(logs), compare_texts(baseline, candidate, triage)
-    idle = any(entry["finding"] == "not-drafting" for entry in audit)
-    verdict = None if idle else verdict_of(speed, min_gain)
+    texts = total.pop("text_comparison")
     listed = sorted(texts["divergences"], key=lambda found: found["class"] == "unstable-baseline")
     return {
         "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "baseline_run_id": base_about["run_id"],
         "kind": "comparison", "candidate": candidate.arm,
         "label": f"{label}/comparison" if candidate.arm == "speculative" else f"{label}/{candidate.arm}/comparison",
-        **copied(about, "engine", "engine_version", "model"),
-        "baseline_tokens_per_s": mine.tokens_per_s, "speculative_tokens_per_s": theirs.tokens_per_s,
-        "speedup": as_json(speed), "speedup_these_prompts": as_json(over_repeats(logs)),
-        "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, decode=True))),
-        "min_gain": min_gain, "verdict": verdict,
-        "more_prompts": more_prompts(logs, min_gain) if verdict == "undecided" else None,
-        "workloads": [workload_comparison(baseline, candidate, workload, None if idle else min_gain, triage)
-                      for workload in workloads_of(baseline)],
-        "acceptance": drafts.record(), "break_even": explanation(mine, theirs, drafts, fit),
+        **copied(about, "engine", "engine_version", "model"), **total,
+        "speedup_these_prompts": as_json(over_repeats(logs)),
+        "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, decode=True))), "min_gain": min_gain,
+        "more_prompts": more_prompts(logs, min_gain) if total["verdict"] == "undecided" else None,
+        "workloads": list(workload_comparisons(baseline, candidate, total, min_gain, triage)),
+        "break_even": explanation(mine, theirs, drafts_of(candidate), fit),
         "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"),
                           "speculative": (theirs.latency_s or {}).get("p50")},
         "text_comparison": {**texts, "divergences": listed[:LISTED_DIVERGENCES]},

@@ -195,15 +195,15 @@ class Engines(unittest.TestCase):
 
     def test_side_requests_take_no_longer_than_the_timeout(self):
         asked = []
-        real = ms.open_url
+        real = ms.exchange
 
-        def open_url(url, key, timeout_s, body=None):
+        def exchange(url, key, timeout_s, read, body=None):
             if body is None:
                 asked.append(timeout_s)
-            return real(url, key, timeout_s, body)
+            return real(url, key, timeout_s, read, body)
 
         for timeout, most in (("3", 3.0), ("300", 10.0)):
-            with self.subTest(timeout), FakeServer("vllm", words=3) as server, mock.patch.object(ms, "open_url", open_url):
+            with self.subTest(timeout), FakeServer("vllm", words=3) as server, mock.patch.object(ms, "exchange", exchange):
                 measure(server, None, "--timeout", timeout, prompts=["x"])
             self.assertEqual(most, max(asked))
             del asked[:]
