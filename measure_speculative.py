@@ -180,6 +180,31 @@ def ratio_of(numerator: float | None, denominator: float | None) -> float | None
     return numerator / denominator
 
 
+def sum_known(values: Iterable[int | None]) -> int | None:
+    """The sum, None as soon as one value is unknown."""
+    total = 0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total
+
+
+def copied(source: JSON, *names: str) -> JSON:
+    """These entries of an object."""
+    return {name: source[name] for name in names}
+
+
+def fields_of(value: Any) -> JSON:
+    """The fields of a dataclass, as they are."""
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def plural(count: int, words: str) -> str:
+    """"1 prompt", "2 prompts"."""
+    return f"{count} {words}{'s' * (count != 1)}"
+
+
 def loads(text: str) -> Any:
     """JSON without NaN and Infinity; ValueError for everything that is not JSON, however deep."""
 
@@ -1079,6 +1104,8 @@ class Acceptance:
     accepted: int | None = None
     per_position: tuple[int, ...] | None = None
     rejections: int | None = None  # steps that ended in one; else derived from the positions
+    tokens: int | None = None  # of the answers in which they were drafted
+    answers: int = 0
 
 
 def from_timings(statistics: JSON) -> Acceptance | None:
@@ -1285,15 +1312,15 @@ def joined_acceptance(answers: Acceptance | None, counters: Acceptance | None) -
     return replace(answers, source=source, **missing), None
 
 
-def target_steps(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
+def target_steps(acceptance: Acceptance) -> int | None:
     """Steps of the target after each answer's first token: N - R - A, steps without a draft included."""
-    if tokens is None or acceptance.accepted is None:
+    if acceptance.tokens is None or acceptance.accepted is None:
         return None
-    steps = tokens - answers - acceptance.accepted
+    steps = acceptance.tokens - acceptance.answers - acceptance.accepted
     return steps if steps > 0 else None
 
 
-def full_drafts(acceptance: Acceptance, steps: int | None, answers: int) -> int | None:
+def full_drafts(acceptance: Acceptance, steps: int | None) -> int | None:
     """The chain length k if every draft had it, but for those that the end of an answer cut short.
 
     Engines draft no more than is left of an answer: that touches about k / (tokens per step) drafts of each answer,
@@ -1303,71 +1330,66 @@ def full_drafts(acceptance: Acceptance, steps: int | None, answers: int) -> int 
         return None
     reached = [i for i, count in enumerate(acceptance.per_position or (), 1) if count]
     k = max(math.ceil(acceptance.drafted / steps), reached[-1] if reached else 0)
-    cut = k * answers * max(1.0, k / (2 * (1 + (acceptance.accepted or 0) / steps)))
+    cut = k * acceptance.answers * max(1.0, k / (2 * (1 + (acceptance.accepted or 0) / steps)))
     return k if k * steps - acceptance.drafted <= cut and k <= LONGEST_CHAIN else None
 
 
-def steps_with_draft(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
+def steps_with_draft(acceptance: Acceptance) -> int | None:
     """Verification steps as counted, else as many as the target's steps if all had a draft.
 
     Those are one too few for each answer whose end token was itself an accepted draft: tried where nothing else fits.
     """
-    targets = target_steps(acceptance, tokens, answers)
+    targets = target_steps(acceptance)
     if acceptance.steps is not None or targets is None or not acceptance.drafted:
         return acceptance.steps if acceptance.steps is not None else targets
-    if full_drafts(acceptance, targets, answers) is not None:
+    if full_drafts(acceptance, targets) is not None:
         return targets
-    k = math.ceil(acceptance.drafted / (targets + answers))
+    k = math.ceil(acceptance.drafted / (targets + acceptance.answers))
     return max(targets, math.ceil(acceptance.drafted / k)) if k > 1 else targets
 
 
-def fixed_chain(acceptance: Acceptance, tokens: int | None, answers: int) -> int | None:
+def fixed_chain(acceptance: Acceptance) -> int | None:
     """The chain length k if every draft had it and nearly every step of the target a draft."""
-    targets, steps = target_steps(acceptance, tokens, answers), steps_with_draft(acceptance, tokens, answers)
-    steps_have_drafts = targets is None or steps is None or targets - steps <= answers
-    return full_drafts(acceptance, steps, answers) if steps_have_drafts else None
+    targets, steps = target_steps(acceptance), steps_with_draft(acceptance)
+    steps_have_drafts = targets is None or steps is None or targets - steps <= acceptance.answers
+    return full_drafts(acceptance, steps) if steps_have_drafts else None
 
 
-def survival(acceptance: Acceptance, tokens: int | None, answers: int) -> float | None:
+def survival(acceptance: Acceptance) -> float | None:
     """alpha, the probability that a *tested* draft is accepted; accepted/drafted is not that, and lower.
 
     Everything behind the first rejection of a step was drafted and never tested.
     """
-    accepted, steps = acceptance.accepted, acceptance.steps
+    accepted, steps, positions = acceptance.accepted, acceptance.steps, acceptance.per_position
     if accepted is None:
         return None
     if accepted == 0 and acceptance.drafted:
         return 0.0
     if acceptance.rejections is not None:
         return ratio_of(accepted, accepted + acceptance.rejections)
-    if steps and acceptance.per_position and acceptance.drafted != 0:
-        k = len(acceptance.per_position) if acceptance.drafted is None else full_drafts(acceptance, steps, answers)
+    if steps and positions and acceptance.drafted != 0:
+        k = len(positions) if acceptance.drafted is None else full_drafts(acceptance, steps)
         if k is None:  # a short draft may end without a rejection
             return None
-        full = acceptance.per_position[k - 1] if k <= len(acceptance.per_position) else 0
-        return ratio_of(accepted, accepted + steps - full)
-    chain = fixed_chain(acceptance, tokens, answers)
-    steps = steps_with_draft(acceptance, tokens, answers)
-    if chain is None or not steps:
-        return None
-    return alpha_for_accepted(accepted / steps, chain)
+        return ratio_of(accepted, accepted + steps - (positions[k - 1] if k <= len(positions) else 0))
+    chain, steps = fixed_chain(acceptance), steps_with_draft(acceptance)
+    return alpha_for_accepted(accepted / steps, chain) if chain is not None and steps else None
 
 
-def acceptance_record(acceptance: Acceptance | None, tokens: int | None, answers: int) -> JSON | None:
+def acceptance_record(acceptance: Acceptance | None) -> JSON | None:
     """The figures of the record: rates 0 to 1, lengths in tokens, None for what is unknown."""
     if acceptance is None:
         return None
-    steps, accepted = acceptance.steps, acceptance.accepted
-    targets = target_steps(acceptance, tokens, answers)
-    positions = acceptance.per_position
-    per_step = ratio_of(accepted, steps)
+    steps, positions, tokens = acceptance.steps, acceptance.per_position, acceptance.tokens
+    per_step = ratio_of(acceptance.accepted, steps)
     return {
-        "source": acceptance.source, "steps": steps, "drafted": acceptance.drafted, "accepted": accepted,
+        **copied(fields_of(acceptance), "source", "steps", "drafted", "accepted"),
         "per_position": [count / steps for count in positions] if positions and steps else None,
-        "rate": ratio_of(accepted, acceptance.drafted),
+        "rate": ratio_of(acceptance.accepted, acceptance.drafted),
         "mean_length": None if per_step is None else 1 + per_step,
-        "tokens_per_target_step": ratio_of(tokens - answers, targets) if tokens is not None else None,
-        "alpha": survival(acceptance, tokens, answers),
+        "tokens_per_target_step": None if tokens is None
+        else ratio_of(tokens - acceptance.answers, target_steps(acceptance)),
+        "alpha": survival(acceptance),
     }
 
 
@@ -1647,28 +1669,6 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Answer 
     return answers
 
 
-def compared(baseline: Run, candidate: Run, min_gain: float, triage: JSON, workload: str | None = None) -> JSON:
-    """Speeds, verdict, acceptance and texts, in one workload or in all; no verdict where nothing was drafted."""
-    drafts, speed = drafts_of(candidate, workload), over_prompts(log_ratios(baseline, candidate, workload))
-    idle = drafts.seen is False and not noise_check(baseline, candidate)
-    return {
-        "baseline_tokens_per_s": figures_of(baseline, workload).tokens_per_s,
-        "speculative_tokens_per_s": figures_of(candidate, workload).tokens_per_s,
-        "speedup": as_json(speed), "verdict": None if idle else verdict_of(speed, min_gain),
-        "acceptance": drafts.record(), "text_comparison": compare_texts(baseline, candidate, triage, workload),
-    }
-
-
-def workload_comparisons(baseline: Run, candidate: Run, total: JSON, min_gain: float, triage: JSON) -> Iterator[JSON]:
-    """The same for each kind of work; no verdict on any where there is none on the whole."""
-    for workload in workloads_of(baseline):
-        part = compared(baseline, candidate, min_gain, triage, workload)
-        del part["text_comparison"]["divergences"]
-        if total["verdict"] is None:
-            part["verdict"] = None
-        yield {"workload": workload, "prompts": len(log_ratios(baseline, candidate, workload)), **part}
-
-
 def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
     """UsageError if the server refuses the request itself, so that asking again cannot help."""
     if error.status in (400, 401, 403, 404, 405, 413, 415, 422):
@@ -1685,16 +1685,6 @@ def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
 def key_words(key: str, variable: str) -> str:
     """What became of the key, for a server that wants one."""
     return f"it wants a key: {variable} {'was sent' if key else 'is not set'} (another variable: --api-key-env)"
-
-
-def sum_known(values: Iterable[int | None]) -> int | None:
-    """The sum, None as soon as one value is unknown."""
-    total = 0
-    for value in values:
-        if value is None:
-            return None
-        total += value
-    return total
 
 
 # ---- text comparison --------------------------------------------------------------------------------------
@@ -2104,13 +2094,11 @@ def more_prompts(logs: Logs, min_gain: float) -> str | None:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What is known of an arm's drafts in one workload or in all, with the tokens and answers they belong to."""
+    """What is known of an arm's drafts in one workload or in all."""
 
     acceptance: Acceptance | None
-    tokens: int | None
-    answers: int
-    disagreement: str | None
     growth: Growth
+    disagreement: str | None = None
 
     @property
     def seen(self) -> bool | None:
@@ -2121,7 +2109,7 @@ class Drafts:
 
     def record(self) -> JSON | None:
         """The `acceptance` of the records."""
-        return acceptance_record(self.acceptance, self.tokens, self.answers)
+        return acceptance_record(self.acceptance)
 
 
 def drafts_of(run: Run, workload: str | None = None) -> Drafts:
@@ -2134,16 +2122,16 @@ def drafts_of(run: Run, workload: str | None = None) -> Drafts:
     told = added_acceptance([found for answer in answers if (found := acceptance_of_answer(answer.statistics))])
     block_tokens, block_answers = sum_known(block.tokens for block in blocks), sum(block.answers for block in blocks)
     counted = acceptance_of_counters(growth, block_answers)
+    timed = [as_count(as_dict(answer.statistics.get("timings")).get("predicted_n")) or 0 for answer in answers]
+    if told is None and counted is None and timed and min(timed) > 1:
+        # timings without draft fields: engines that have the fields leave them out where nothing was drafted
+        told = Acceptance("timings", None, 0, 0)
     if told:
         best, disagreement = joined_acceptance(told, counted if block_answers == count else None)
-        return Drafts(best, tokens, count, disagreement, growth)
-    timed = [as_count(as_dict(answer.statistics.get("timings")).get("predicted_n")) or 0 for answer in answers]
-    if counted is None and timed and min(timed) > 1:
-        # timings without draft fields: engines that have the fields leave them out where nothing was drafted
-        return Drafts(Acceptance("timings", None, 0, 0), tokens, count, None, growth)
+        return Drafts(best and replace(best, tokens=tokens, answers=count), growth, disagreement)
     if run.conditions["shared_server"] and run.conditions["arm_extras"]:
         block_tokens = None  # the drafts are of this arm alone, the tokens of another arm too
-    return Drafts(counted, block_tokens, block_answers, None, growth)
+    return Drafts(counted and replace(counted, tokens=block_tokens, answers=block_answers), growth)
 
 
 def common_pairs(runs: Sequence[Run]) -> frozenset[Any]:
@@ -2326,11 +2314,6 @@ def spec_gauges(run: Run) -> JSON | None:
     return _by_series(s for s in samples if not is_counter(s) and not s.name.endswith("_created"))
 
 
-def copied(source: JSON, *names: str) -> JSON:
-    """These entries of an object."""
-    return {name: source[name] for name in names}
-
-
 def workloads_of(run: Run) -> list[str]:
     """The kinds of work in the order of the prompts."""
     return list(dict.fromkeys(prompt["workload"] for prompt in run.conditions["prompts"]))
@@ -2396,8 +2379,7 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
     same_clock = clock_of(baseline.decode_source) == clock_of(candidate.decode_source)
     pace = ratio_of(baseline.decode_tokens_per_s, candidate.decode_tokens_per_s) if same_clock else None
     cost = pace * length if pace is not None and length is not None else None
-    per_step = drafts_per_target_step(drafts)
-    chain = fixed_chain(acceptance, drafts.tokens, drafts.answers)
+    per_step, chain = ratio_of(acceptance.drafted, target_steps(acceptance)), fixed_chain(acceptance)
     draft_cost = ratio_of(cost - 1, per_step) if cost is not None else None
     result.update(alpha=alpha, tokens_per_step=length, step_cost=cost, draft_cost=draft_cost,
                   chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or per_step)
@@ -2418,16 +2400,10 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
     return result
 
 
-def drafts_per_target_step(drafts: Drafts) -> float | None:
-    """Drafted tokens over all steps of the target, steps without a draft included."""
-    found = drafts.acceptance
-    return ratio_of(found.drafted, target_steps(found, drafts.tokens, drafts.answers)) if found else None
-
-
-def fit_of(explanations: Sequence[tuple[JSON, Drafts]]) -> JSON | None:
+def fit_of(explanations: Sequence[tuple[JSON, Acceptance | None]]) -> JSON | None:
     """Verification and draft cost apart, from candidates with fixed chains of different length."""
-    points = [(per_step, told["step_cost"]) for told, drafts in explanations
-              if (per_step := drafts_per_target_step(drafts)) is not None
+    points = [(per_step, told["step_cost"]) for told, found in explanations
+              if found and (per_step := ratio_of(found.drafted, target_steps(found))) is not None
               and told["step_cost"] is not None and told["applies"] != "varying-chain"]
     costs = fitted_costs(points)
     if costs is None or costs[0] < PLAUSIBLE_VERIFICATION or costs[1] < 0:
@@ -2508,6 +2484,28 @@ def as_json(speed: Estimate | None) -> JSON | None:
     return speed.to_json() if speed else None
 
 
+def compared(baseline: Run, candidate: Run, min_gain: float, triage: JSON, workload: str | None = None) -> JSON:
+    """Speeds, verdict, acceptance and texts, in one workload or in all; no verdict where nothing was drafted."""
+    drafts, speed = drafts_of(candidate, workload), over_prompts(log_ratios(baseline, candidate, workload))
+    idle = drafts.seen is False and not noise_check(baseline, candidate)
+    return {
+        "baseline_tokens_per_s": figures_of(baseline, workload).tokens_per_s,
+        "speculative_tokens_per_s": figures_of(candidate, workload).tokens_per_s,
+        "speedup": as_json(speed), "verdict": None if idle else verdict_of(speed, min_gain),
+        "acceptance": drafts.record(), "text_comparison": compare_texts(baseline, candidate, triage, workload),
+    }
+
+
+def workload_comparisons(baseline: Run, candidate: Run, total: JSON, min_gain: float, triage: JSON) -> Iterator[JSON]:
+    """The same for each kind of work; no verdict on any where there is none on the whole."""
+    for workload in workloads_of(baseline):
+        part = compared(baseline, candidate, min_gain, triage, workload)
+        del part["text_comparison"]["divergences"]
+        if total["verdict"] is None:
+            part["verdict"] = None
+        yield {"workload": workload, "prompts": len(log_ratios(baseline, candidate, workload)), **part}
+
+
 def comparison_record(baseline: Run, candidate: Run, label: str, min_gain: float, triage: JSON, fit: JSON | None,
                       forced: Sequence[str]) -> JSON:
     """What the lab notebook keeps of one candidate against the baseline."""
@@ -2570,7 +2568,8 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
         return Result(endpoints, [])
     baseline, *candidates = alive
     plain = figures_of(baseline)
-    fit = fit_of([(explanation(plain, figures_of(run), drafts_of(run)), drafts_of(run)) for run in candidates])
+    fit = fit_of([(explanation(plain, figures_of(run), drafts), drafts.acceptance)
+                  for run in candidates for drafts in [drafts_of(run)]])
     comparisons = [comparison_record(baseline, run, label, min_gain, triage.get(run.arm, {}), fit, forced)
                    for run in candidates]
     return Result(endpoints, against_best(comparisons, candidates))
@@ -2685,17 +2684,16 @@ def read_json_lines(path: str, warn: Say) -> list[JSON]:
     return records
 
 
+# The fields of a reading that say what was asked.
+PLACE = ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")
+
+
 def reading_to_json(reading: Reading) -> JSON:
     """A line of the run file: the reading and its answer in one flat object."""
     answer = asdict(reading.answer) if reading.answer else {}
     return {"kind": "reading", **{name: getattr(reading, name) for name in PLACE}, **answer,
             "timings": as_dict(answer.get("statistics")).get("timings"), "waited_s": reading.waited_s,
             "error": reading.error}
-
-
-def fields_of(value: Any) -> JSON:
-    """The fields of a dataclass, as they are."""
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def reading_from_json(line: JSON) -> Reading:
@@ -2712,10 +2710,6 @@ def reading_from_json(line: JSON) -> Reading:
     if as_count(line["prompt_index"]) is None or as_count(line["repeat"]) is None:
         raise TypeError("a reading that is of no pair")
     return Reading(answer=answer, **copied(line, *PLACE, "error", "waited_s"))
-
-
-# The fields of a reading that say what was asked.
-PLACE = ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")
 
 
 def counted_to_json(counted: Counted) -> JSON:
@@ -2827,11 +2821,6 @@ def speed_words(estimated: JSON | None) -> str:
     if not estimated:
         return "ratio unknown"
     return f"{estimated['ratio']:.2f}x" + (f" ({interval_of(estimated)})" if estimated["low"] is not None else "")
-
-
-def plural(count: int, words: str) -> str:
-    """"1 prompt", "2 prompts"."""
-    return f"{count} {words}{'s' * (count != 1)}"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
@@ -3294,6 +3283,10 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
     return alarms
 
 
+HISTORY_COLUMNS = ("Recorded", "Ratio change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s",
+                   "With draft tokens/s", "Identical", "Engine version", "Also changed")
+
+
 def history_rows(records: Sequence[JSON]) -> list[list[str]]:
     """One row for each run of a label; change to the run before: v lower, ^ higher, = within the interval."""
     rows = []
@@ -3313,10 +3306,6 @@ def trend_marks(ratios: Sequence[float | None]) -> str:
     known = [ratio for ratio in ratios if ratio is not None]
     low, width = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
     return "".join("?" if r is None else "_.-=*#"[round(5 * (r - low) / width) if width > 0.005 else 2] for r in ratios)
-
-
-HISTORY_COLUMNS = ("Recorded", "Ratio change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s",
-                   "With draft tokens/s", "Identical", "Engine version", "Also changed")
 
 
 def markdown_report(records: Sequence[JSON]) -> str:
@@ -3664,6 +3653,9 @@ def _number(kind: Callable[[str], Any], low: float, high: float, above: bool = F
         raise argparse.ArgumentTypeError(f"{text!r} is not a {words} {'above' if above else 'from'} {low} to {high}")
 
     return parse
+# The engine whose series begin so.
+SERIES = {"vllm:": "vllm", "sglang:": "sglang", "lmdeploy:": "lmdeploy", "tgi_": "tgi", "trtllm_": "tensorrt-llm",
+          "llamacpp:": "llama.cpp"}
 # Request fields with which an engine tells more; only after it was detected, since others refuse unknown fields.
 ENGINE_EXTRAS: dict[str, JSON] = {"sglang": {"return_spec_tokens_details": True}, "vllm": {"return_token_ids": True}}
 
@@ -3869,11 +3861,6 @@ def _version_of(engine: str, root: str, key: str, timeout_s: float) -> tuple[str
                     # several engines answer alike at /version
                     return engine if path == "/version" else name, str(told[field_name]), told
     return engine, "unknown", {}
-
-
-# The engine whose series begin so.
-SERIES = {"vllm:": "vllm", "sglang:": "sglang", "lmdeploy:": "lmdeploy", "tgi_": "tgi", "trtllm_": "tensorrt-llm",
-          "llamacpp:": "llama.cpp"}
 
 
 def memory_of(snapshot: Snapshot) -> JSON:

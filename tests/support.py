@@ -1,6 +1,7 @@
 """What several test files share: running the program, in this process, in a folder of its own."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -13,6 +14,11 @@ from unittest import mock
 import measure_speculative
 
 PROGRAM = pathlib.Path(measure_speculative.__file__).resolve()
+
+
+def of_answers(acceptance, tokens, answers):
+    """The acceptance as that of so many answers, with so many tokens in them."""
+    return acceptance and dataclasses.replace(acceptance, tokens=tokens, answers=answers)
 
 
 class Outcome(NamedTuple):

@@ -11,7 +11,7 @@ import unittest
 
 import measure_speculative as ms
 from tests.fakes import CASES, DATA, ENGINES, FakeServer, ReplayServer, Speculation, sum_counts
-from tests.support import measure
+from tests.support import measure, of_answers
 
 RECORDED = DATA / "engines"
 EXPECTED = json.loads((RECORDED / "expected.json").read_text("utf-8"))
@@ -75,7 +75,7 @@ class Recorded(unittest.TestCase):
 
     def check(self, want, found):
         tokens, answers = want["tokens"], want["answers"]
-        told = ms.acceptance_record(found, tokens, answers) or {}
+        told = ms.acceptance_record(of_answers(found, tokens, answers)) or {}
         for name in ("steps", "drafted", "accepted"):
             self.assertEqual(want[name], told.get(name), name)
         for name in ("rate", "mean_length", "tokens_per_target_step"):
@@ -126,13 +126,13 @@ class Recorded(unittest.TestCase):
                     found = ms.acceptance_of_counters(growth, want["answers"])
                 else:
                     found = ms.acceptance_of_answer(answer_of(plain_body(engine)).statistics)
-                alpha = ms.survival(found, want["tokens"], want["answers"])
+                alpha = ms.survival(of_answers(found, want["tokens"], want["answers"]))
                 self.assertAlmostEqual(solved_alpha(accepted_per_step, chain), alpha, 6)
                 self.assertNotAlmostEqual(found.accepted / found.drafted, alpha, 2)
 
     def test_alpha_is_null_where_drafts_vary_in_length_and_positions_are_unknown(self):
-        self.assertIsNone(ms.survival(ms.acceptance_of_answer(answer_of(plain_body("ik_llama.cpp")).statistics), 33, 1))
-        self.assertIsNone(ms.survival(ms.Acceptance("timings", None, 1717, 1093), 1793, 1))
+        self.assertIsNone(ms.survival(of_answers(ms.acceptance_of_answer(answer_of(plain_body("ik_llama.cpp")).statistics), 33, 1)))
+        self.assertIsNone(ms.survival(of_answers(ms.Acceptance("timings", None, 1717, 1093), 1793, 1)))
 
 
 class Shapes(unittest.TestCase):
@@ -176,13 +176,13 @@ class Shapes(unittest.TestCase):
             "spec_correct_drafts_histogram": [11, 14, 11, 4, 0, 3]}}})
         self.assertEqual((43, 63, (32, 18, 7, 3, 3)), (found.steps, found.accepted, found.per_position))
         self.assertEqual(63, sum(found.per_position))
-        self.assertAlmostEqual(1 + 63 / 43, ms.acceptance_record(found, None, 1)["mean_length"])
+        self.assertAlmostEqual(1 + 63 / 43, ms.acceptance_record(of_answers(found, None, 1))["mean_length"])
 
     def test_usage_fields_that_are_zero_tell_nothing(self):
         self.assertIsNone(ms.acceptance_of_answer({"usage_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}))
 
     def test_koboldcpp_rounds_are_never_counted_as_drafted_tokens(self):
-        told = ms.acceptance_record(ms.acceptance_of_answer({"perf": {"last_draft_success": 18, "last_draft_failed": 6}}), 30, 1)
+        told = ms.acceptance_record(of_answers(ms.acceptance_of_answer({"perf": {"last_draft_success": 18, "last_draft_failed": 6}}), 30, 1))
         self.assertEqual((None, None), (told["drafted"], told["rate"]))
 
     def test_lm_studio_ignored_drafts_were_never_verified(self):
@@ -254,7 +254,7 @@ class Shapes(unittest.TestCase):
         self.assertIsNone(ms.added_acceptance([]))
 
     def test_rate_above_one_is_not_clamped(self):
-        told = ms.acceptance_record(ms.Acceptance("metrics", 10, 20, 25, (14, 11)), 40, 1)
+        told = ms.acceptance_record(of_answers(ms.Acceptance("metrics", 10, 20, 25, (14, 11)), 40, 1))
         self.assertAlmostEqual(1.25, told["rate"])
 
     def test_figures_are_finite_or_null_for_any_counts(self):
@@ -264,7 +264,7 @@ class Shapes(unittest.TestCase):
                 for accepted in values:
                     for positions in (None, (0,), (7, 3), (10**17, 0)):
                         for tokens, answers in ((None, 1), (0, 0), (1, 1), (8, 1), (5, 9)):
-                            record = ms.acceptance_record(ms.Acceptance("x", steps, drafted, accepted, positions), tokens, answers)
+                            record = ms.acceptance_record(of_answers(ms.Acceptance("x", steps, drafted, accepted, positions), tokens, answers))
                             json.dumps(record, allow_nan=False)
                             if record["alpha"] is not None and accepted is not None and positions is None:
                                 self.assertTrue(0 <= record["alpha"] <= 1, (steps, drafted, accepted, tokens, answers))
@@ -514,7 +514,7 @@ class Cases(unittest.TestCase):
 
     def test_last_draft_of_an_answer_that_overshoots_is_no_negative_step(self):
         """Accepted tokens behind the limit are counted and not emitted: N - R - A may come out at zero or below."""
-        told = ms.acceptance_record(ms.Acceptance("metrics", 3, 12, 12, (3, 3, 3, 3)), 10, 1)
+        told = ms.acceptance_record(of_answers(ms.Acceptance("metrics", 3, 12, 12, (3, 3, 3, 3)), 10, 1))
         self.assertIsNone(told["tokens_per_target_step"])
         self.assertEqual((5.0, 1.0), (told["mean_length"], told["alpha"]))
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer, ReplayServer
-from tests.support import measure, run_main
+from tests.support import measure, of_answers, run_main
 
 HI = ({"role": "user", "content": "hi"},)
 CHAT = "/v1/chat/completions"
@@ -151,7 +151,7 @@ class Streams(unittest.TestCase):
 
     def test_a17_acceptance_comes_from_the_servers_timings(self):
         answer = replayed("A17")
-        record = ms.acceptance_record(ms.acceptance_of_answer(answer.statistics), answer.completion_tokens, 1)
+        record = ms.acceptance_record(of_answers(ms.acceptance_of_answer(answer.statistics), answer.completion_tokens, 1))
         self.assertEqual((15, 9, 0.6, 5.5), tuple(record[k] for k in ("drafted", "accepted", "rate", "tokens_per_target_step")))
 
     def test_a17_without_usage_and_timings_there_is_no_speed(self):

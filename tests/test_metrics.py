@@ -11,7 +11,7 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import CASES, PAGES, Counts, FakeServer, ReplayServer, Speculation
-from tests.support import measure
+from tests.support import measure, of_answers
 
 PROMPTS = ["first prompt of two", "second prompt of two"]
 
@@ -33,7 +33,7 @@ def growth_of(case, before="before.txt", after="after.txt", model="m"):
 
 def figures_of(growth, tokens=None, answers=0):
     found = ms.acceptance_of_counters(growth, answers)
-    return found and ms.acceptance_record(found, tokens, answers)
+    return found and ms.acceptance_record(of_answers(found, tokens, answers))
 
 
 def sample_values(text):
@@ -231,7 +231,7 @@ class Deltas(unittest.TestCase):
     def test_case_c17_bookkeepings_need_not_add_up(self):
         growth = growth_of("C17")
         found = ms.acceptance_of_counters(growth, 200)
-        told = ms.acceptance_record(found, 16990, 200)
+        told = ms.acceptance_record(of_answers(found, 16990, 200))
         self.assertEqual(7.0, found.drafted / found.steps)
         self.assertAlmostEqual(0.3621, told["rate"], 4)
         self.assertAlmostEqual(3.5349, told["mean_length"], 4)
@@ -239,7 +239,7 @@ class Deltas(unittest.TestCase):
 
     def test_case_c19_old_names_are_known(self):
         found = ms.acceptance_of_counters(growth_of("C19"), 20)
-        told = ms.acceptance_record(found, 200, 20)
+        told = ms.acceptance_record(of_answers(found, 200, 20))
         self.assertEqual((60, 200, 120), (found.steps, found.drafted, found.accepted))
         self.assertAlmostEqual(0.6, told["rate"])
         self.assertAlmostEqual(3.0, told["mean_length"])
@@ -308,9 +308,9 @@ class Recorded(unittest.TestCase):
         found = ms.acceptance_of_counters(growth, 1)
         self.assertEqual((14, 56, 56, (14, 14, 14, 14)), (found.steps, found.drafted, found.accepted, found.per_position))
         self.assertEqual(80, ms.generated_tokens(growth))
-        self.assertEqual(23, ms.target_steps(found, 80, 1))
-        self.assertEqual(9, ms.target_steps(found, 80, 1) - found.steps)
-        self.assertEqual(1.0, ms.acceptance_record(found, 80, 1)["alpha"])
+        self.assertEqual(23, ms.target_steps(of_answers(found, 80, 1)))
+        self.assertEqual(9, ms.target_steps(of_answers(found, 80, 1)) - found.steps)
+        self.assertEqual(1.0, ms.acceptance_record(of_answers(found, 80, 1))["alpha"])
 
     def test_recorded_vllm_server_is_measured_by_the_whole_program(self):
         head = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"

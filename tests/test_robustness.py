@@ -19,7 +19,7 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer, ReplayServer, Speculation
-from tests.support import PROGRAM, answer, compare, measure, run_main, saved_run
+from tests.support import PROGRAM, answer, compare, measure, of_answers, run_main, saved_run
 
 SAVE = ("--save-run", "run.jsonl")
 ALARMS = ("--fail-on", "slower,changed-text,regression")
@@ -259,13 +259,13 @@ class OddCounters(unittest.TestCase):
         pages = [ms.snapshot_of((CASES / "C03" / name).read_text("utf-8"), {}, "a") for name in ("fan_before.txt", "fan_after.txt")]
         found = ms.acceptance_of_counters(ms.counter_growth(*pages), 1)
         self.assertEqual((found.accepted, found.drafted, found.steps, found.per_position), (48, 60, 30, (22, 15, 11)))
-        record = ms.acceptance_record(found, 100, 1)
+        record = ms.acceptance_record(of_answers(found, 100, 1))
         self.assertIsNone(record["alpha"])
         self.assertAlmostEqual(record["rate"], 0.8)
 
     def test_alpha_stays_known_where_every_draft_had_the_same_length(self):
         """30 drafts of 2, accepted 2, 1 or 0: 15 steps accepted both, so 33 accepted and 15 rejected tests: 33/48."""
-        record = ms.acceptance_record(ms.Acceptance("metrics", 30, 60, 33, (18, 15)), 100, 1)
+        record = ms.acceptance_record(of_answers(ms.Acceptance("metrics", 30, 60, 33, (18, 15)), 100, 1))
         self.assertAlmostEqual(record["alpha"], 33 / 48)
 
 
