@@ -2402,10 +2402,11 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
 
 def fit_of(explanations: Sequence[tuple[JSON, Acceptance | None]]) -> JSON | None:
     """Verification and draft cost apart, from candidates with fixed chains of different length."""
-    points = [(per_step, told["step_cost"]) for told, found in explanations
-              if found and (per_step := ratio_of(found.drafted, target_steps(found))) is not None
-              and told["step_cost"] is not None and told["applies"] != "varying-chain"]
-    costs = fitted_costs(points)
+    told_apart = [(round(told["chain"]), per_step, told["step_cost"]) for told, found in explanations
+                  if found and (per_step := ratio_of(found.drafted, target_steps(found))) is not None
+                  and told["step_cost"] is not None and told["applies"] != "varying-chain"]
+    points = [(per_step, cost) for _, per_step, cost in told_apart]
+    costs = fitted_costs(points) if len({chain for chain, _, _ in told_apart}) > 1 else None
     if costs is None or costs[0] < PLAUSIBLE_VERIFICATION or costs[1] < 0:
         return None
     return {"draft_cost": costs[1], "verification_cost": costs[0], "runs": len(points)}
@@ -2920,8 +2921,9 @@ def explanation_lines(record: JSON) -> list[str]:
                      "target share a tokenizer.")
     if fit:
         advice = "; the advice below rests on this fit" if why["predicted"] else ""
-        lines.append(f"     Fitted over {fit['runs']} chain lengths: verifying costs {fit['verification_cost']:.2f} "
-                     f"target steps, each drafted token {fit['draft_cost']:.3f}{advice}.")
+        lines.append(f"     Fitted over {fit['runs']} candidates of different chain length: verifying "
+                     f"costs {fit['verification_cost']:.2f} target steps, each drafted token {fit['draft_cost']:.3f}"
+                     f"{advice}.")
     elif why["draft_cost"] is not None:
         lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; one chain length cannot tell "
                      "how much of that is the growth of the verification.")

@@ -333,6 +333,16 @@ class Fitted(unittest.TestCase):
             self.assertAlmostEqual(fit["draft_cost"], self.DRAFT, delta=1e-9)
             self.assertEqual(fit["runs"], 3)
 
+    def test_two_candidates_of_one_chain_length_give_no_fit(self):
+        """The ends of answers cut their drafts differently: 800 and 798 in 200 steps are chains of 4 both."""
+        cut_s = 200 * self.T_S * (self.VERIFICATION + self.DRAFT * 3.99)
+        cut = answer(501, cut_s, drafted=798, accepted=300)
+        outcome = compare(("plain.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]])),
+                          ("one.jsonl", saved_run("one", [[self.run_of(4, 380)]])),
+                          ("two.jsonl", saved_run("two", [[cut]])))
+        self.assertEqual([(4, None), (4, None)],
+                         [(r["break_even"]["chain"], r["break_even"]["fit"]) for r in comparisons(outcome)])
+
     def test_advice_rests_on_the_fit_and_says_so(self):
         outcome = self.outcome(2, 8)
         why = comparisons(outcome)[1]["break_even"]
