@@ -68,11 +68,19 @@ behave: it measures what it was given, and says how far that carries.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
-if __name__ == "__main__" and sys.argv[1:] in (["-h"], ["--help"]):
-    # This text is all the help there is; it need not wait for what follows to be imported and torn down again.
-    os._exit(0 if os.write(1, (__doc__ or "").encode()) else 1)
+if __name__ == "__main__":
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        # This text is all the help there is; it need not wait for what follows to be imported and torn down again.
+        try:
+            os.write(1, (__doc__ or "").encode())
+            os._exit(0)
+        except OSError:
+            pass  # the long way round says what is wrong
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can handle it
 
 import argparse
 import contextlib
@@ -86,7 +94,6 @@ import math
 import queue
 import re
 import shlex
-import signal
 import socket
 import stat
 import subprocess
@@ -98,7 +105,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 # ---- constants and errors ---------------------------------------------------------------------------------
 
@@ -125,6 +132,7 @@ LOCK_LIMIT_S = 30.0  # for the lock on the notebook, which other jobs hold for m
 WORTH_TOKENS = 0.05  # draft positions that add less than this a step are pointed out
 PLAUSIBLE_VERIFICATION = 0.5  # target steps; a verification reads the weights once, so a fit below this is noise
 LONGEST_CHAIN = 1000  # a longer one stands in no server: its counters are wrong
+LONGEST_ASKED = 10_000  # by the arithmetic alone
 
 JSON = dict[str, Any]
 Say = Callable[[str], None]  # takes one line for the user
@@ -316,10 +324,11 @@ def prompt_files(path: str) -> list[str]:
 
 
 def read_bytes(path: str, pipe_allowed: bool = False) -> bytes:
-    """All of a file the user named.  UsageError where it cannot be read."""
+    """All of a file the user named.  UsageError where it cannot be read, or never ends."""
     try:
-        if not pipe_allowed:
-            check_ordinary(path)
+        mode = os.stat(path).st_mode
+        if stat.S_ISCHR(mode) or not pipe_allowed:
+            check_ordinary(path, devices_allowed=False)
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
@@ -364,6 +373,8 @@ def _as_prompt(value: Any, place: str, path: str, number: int) -> tuple[Prompt, 
         if not isinstance(text, str) or not text.strip():
             raise UsageError(f"{place}: no text under \"prompt\", \"messages\" or \"turns\"")
         messages, is_turn = [{"role": "user", "content": text}], isinstance(turns, list) and len(turns) > 1
+    if scrubbed(messages, "", 50) != messages:
+        raise UsageError(f"{place}: \"messages\" is nested too deep")
     if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
         raise UsageError(f"{place}: holds half of a surrogate pair, which is no character")
     identity = next((entry[key] for key in ("id", "question_id") if entry.get(key) is not None), f"{stem}-{number}")
@@ -475,8 +486,8 @@ def checked_url(url: str, option: str, query_allowed: bool = False) -> urllib.pa
     if parts.fragment or (parts.query and not query_allowed):
         plain = re.split(r"[?#]", url)[0]
         raise UsageError(f"{option} {plain!r} has a query or fragment; give the plain base URL")
-    if re.search(r"[\x00-\x20\x7f]", url.strip()):
-        raise UsageError(f"{option} {url!r} holds a blank or control character")
+    if re.search(r"[\x00-\x20\x7f]", url.strip()) or not (parts.path + parts.query).isascii():
+        raise UsageError(f"{option} {url!r} holds a blank, control or non-ASCII character; write it as %XX")
     return parts
 
 
@@ -532,9 +543,7 @@ def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
     text = "an HTML page" if body.lstrip()[:1] == b"<" else body.decode("utf-8", "replace")
     with contextlib.suppress(ValueError):
         said = loads(text)
-        inner = as_dict(said).get("error") or said
-        words = as_dict(inner).get("message") or as_dict(inner).get("detail") or inner
-        text = words if isinstance(words, str) else json.dumps(words)
+        text = said_in(as_dict(said).get("error") or said)
     if 300 <= error.code < 400:
         text = f"redirects to {error.headers.get('Location')}; redirects are not followed, give the final URL"
     text = text or error.reason
@@ -542,6 +551,12 @@ def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
         text = f"{text}; see the server's log"
     retry_after = error.headers.get("Retry-After") if error.headers else None
     return RequestFailed(one_line(redacted(f"HTTP {error.code}: {text}", key)), error.code, retry_after)
+
+
+def said_in(error: Any) -> str:
+    """The words of an error object, as servers shape it."""
+    words = as_dict(error).get("message") or as_dict(error).get("detail") or error
+    return words if isinstance(words, str) else json.dumps(words)
 
 
 def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
@@ -699,47 +714,47 @@ class AnswerBuilder:
         self.usage, self.statistics = JSON(), JSON()
         self.first_at = self.last_text_at = self.last_at = None  # type: float | None
         self.first_tokens: int | None = None
-        self.done = self.undecodable = self.several_choices = False
+        self.done = self.undecodable = self.several_choices = self.lacks_a_piece = False
         self.unreadable = 0
 
     def add_stream(self, first: bytes, pieces: Iterator[bytes]) -> None:
         """Read server-sent events up to [DONE] or the end; a cut connection just ends them."""
         data: list[bytes] = []
-        at = time.perf_counter()
+        at, failed = time.perf_counter(), False
         with contextlib.suppress(http.client.IncompleteRead):
             for line, at in _lines(first, pieces):
-                if line.startswith(b"data:"):
-                    data.append(line[5:])
-                elif line.startswith(b"error:"):
-                    data.append(b'{"error":' + line[6:] + b"}")
+                failed |= re.match(rb"error:|event:\s*error", line) is not None
+                if line.startswith((b"data:", b"error:")):
+                    data.append(line.partition(b":")[2])
                 elif not line and data:
-                    self._dispatch(data, at)
+                    self._dispatch(data, at, failed)
                     data = []
                     if self.done:
                         return
         if data:  # the blank line behind the last event may be missing although all was said
-            self._dispatch(data, at)
+            self._dispatch(data, at, failed)
 
-    def _dispatch(self, data: list[bytes], at: float) -> None:
+    def _dispatch(self, data: list[bytes], at: float, failed: bool) -> None:
         text, damaged = _decoded(b"\n".join(data).strip())
         self.undecodable |= damaged
         if text == "[DONE]":
             self.done, self.last_at = True, at
             return
+        event = None
         try:
             event = json.loads(text)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
             self.unreadable += bool(text)
-            return
-        self.add(event, at)
+            self.lacks_a_piece |= isinstance(error, json.JSONDecodeError) and text.startswith("{")
+        if event is not None or failed:
+            self.add({"error": event or text or "no reason given"} if failed else event, at)
 
     def add(self, event: Any, at: float) -> None:
         """Take in one event; RequestFailed for an error object, whatever came before it."""
         event, self.last_at = as_dict(event), at
-        if event.get("error") or (event.get("object") == "error" and event.get("message")):
-            error = event.get("error") or event
-            words = as_dict(error).get("message") or error
-            said = one_line(redacted(f"sent an error instead of an answer: {words}", self.key))
+        complaint = event.get("error") or event.get("detail") or event.get("message")
+        if event.get("error") or (complaint and not event.get("choices") and not event.get("usage")):
+            said = one_line(redacted(f"sent an error instead of an answer: {said_in(complaint)}", self.key))
             raise RequestFailed(said + "; see the server's log")
         self.usage = as_dict(event.get("usage")) or self.usage
         choices = event.get("choices")
@@ -748,7 +763,7 @@ class AnswerBuilder:
         self.statistics.update({name: event[name] for name in STATISTICS_KEYS if event.get(name)})
 
     def _add_choice(self, choice: JSON, at: float) -> None:
-        if choice.get("index", 0) != 0:
+        if choice.get("index") not in (None, 0, "0"):
             self.several_choices = True
             return
         part = as_dict(choice.get("delta") or choice.get("message"))
@@ -774,6 +789,10 @@ class AnswerBuilder:
         if not (self.done or self.finish_reason):
             raise RequestFailed(f"the answer ended without a finish reason and without [DONE] ({len(content)} "
                                 "characters had come); did the server stop or crash? See its log")
+        if self.lacks_a_piece:
+            raise RequestFailed("sent a stream with a damaged event, so its text lacks a piece; see the server's log")
+        if self.finish_reason in ("error", "abort"):
+            raise RequestFailed(f"gave up, with the finish reason {self.finish_reason}; see the server's log")
         if self.unreadable and not (content or reasoning):
             raise RequestFailed("sent a stream that cannot be read: no event of it is JSON")
         if details := as_dict(self.usage.get("completion_tokens_details")):
@@ -794,7 +813,7 @@ class AnswerBuilder:
     ) -> tuple[float | None, int | None, str | None]:
         """(seconds, tokens made in them, source): the server's own clock where it tells it, else the stream's."""
         told_ms, told_n = as_number(timings.get("predicted_ms")), as_count(timings.get("predicted_n"))
-        if told_ms and 0 < told_ms < 1e12 and told_n and told_n > 1:
+        if told_ms and 1e-6 < told_ms < 1e12 and told_n and told_n > 1:
             rate = as_number(timings.get("predicted_per_second")) or 0.0
             # newer llama.cpp books the first token to the prompt, as its own rate shows; others book it to this time
             without_first = abs(rate * told_ms / 1000 - (told_n - 1)) < 0.25
@@ -961,7 +980,7 @@ def snapshot_of(text: str, headers: http.client.HTTPMessage, model: str) -> Snap
     for sample in page:
         if sample.name == "process_start_time_seconds":
             process = process or repr(sample.value)
-    wanted = [s for s in page if math.isfinite(s.value) and any(
+    wanted = [s for s in page if as_number(s.value) is not None and any(
         pattern.match(s.name) for pattern in (_SPECULATION, _GENERATED, _RUNNING, _WAITING, _MEMORY)
     )]
     models = {name for s in wanted if (name := s.label("model_name", "model"))}
@@ -1507,7 +1526,8 @@ class Recorder:
 
     def __init__(self, say: Say, file: BinaryIO | None = None, show: bool = False) -> None:
         self.say, self.file, self.show = say, file, show
-        self.write_error: str | None = None
+        self.trouble: str | None = None
+        self.has_answers = self.file_failed = False
         self.begin((), 0)
 
     def begin(self, headers: Iterable[JSON], total: int) -> None:
@@ -1520,17 +1540,19 @@ class Recorder:
 
     def write(self, line: JSON) -> None:
         """One line of the run file; a file that cannot be written any more does not stop the measurement."""
-        if self.file is None or self.write_error:
+        if self.file is None or self.file_failed:
             return
         try:
             write_whole(self.file, json_line(line))
         except OSError as error:
-            self.write_error = f"the run file could not be written: {error.strerror}; measuring went on without it"
-            self.say(self.write_error)
+            self.file_failed = True
+            self.trouble = f"the run file could not be written: {error.strerror}; measuring went on without it"
+            self.say(self.trouble)
 
     def add(self, reading: Reading) -> None:
         """Keep one reading."""
         self.readings.append(reading)
+        self.has_answers |= reading.answer is not None
         self.write(reading_to_json(reading))
         if self.show:
             done = len(self.readings)
@@ -1547,11 +1569,11 @@ class Recorder:
         """Wipe the progress line."""
         if self.show:
             self._overwrite("")
-            sys.stderr.write("\r")
 
     def _overwrite(self, status: str) -> None:
-        sys.stderr.write("\r" + printable(status)[:78].ljust(78))
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            sys.stderr.write("\r" + printable(status)[:78].ljust(78) + "\r" * (not status))
+            sys.stderr.flush()
 
 
 def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say, is_first: bool = False) -> Reading:
@@ -1588,7 +1610,7 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
                 finished, waiting = _take_at_once(block.shots, endpoints, prompts, recorder, concurrency)
             else:
                 for shot in block.shots:
-                    is_first = shot.arm not in heard
+                    is_first = shot.arm not in heard and not recorder.has_answers
                     heard.add(shot.arm)
                     recorder.add(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say, is_first))
                 finished = time.perf_counter()
@@ -1630,11 +1652,11 @@ def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts:
                 reading = take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say)
                 done.put((reading, time.perf_counter()))
 
-    for _ in range(min(concurrency, len(shots))):
-        threading.Thread(target=work, daemon=True).start()  # daemons: Ctrl-C need not wait for them
     waiting: float | None = None
     left, finished, look_at = len(shots), 0.0, time.monotonic() + 0.3
     try:
+        for _ in range(min(concurrency, len(shots))):
+            threading.Thread(target=work, daemon=True).start()  # daemons: Ctrl-C need not wait for them
         while left:
             with contextlib.suppress(queue.Empty):
                 reading, finished = done.get(timeout=0.1)
@@ -1644,10 +1666,13 @@ def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts:
                 seen = metrics_snapshot(endpoints[shots[0].arm]).total(_WAITING)
                 waiting = seen if waiting is None else max(waiting, seen or 0.0)
                 look_at = time.monotonic() + 1.0
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
         with contextlib.suppress(queue.Empty):
             while True:
                 pending.get_nowait()
+        if isinstance(error, RuntimeError):
+            raise MeasureError(f"this system does not let {concurrency} requests run at once ({error}); lower "
+                               "--concurrency") from None
         raise
     return finished, waiting
 
@@ -1891,8 +1916,8 @@ def check_arithmetic(alpha: float = 0.0, k: int = 0, c: float = 0.0) -> None:
     """UsageError for what is not a probability, a chain length or a cost."""
     if not 0.0 <= alpha <= 1.0:
         raise UsageError(f"alpha {alpha:g} is not a probability between 0 and 1")
-    if k < 0 or k > 10_000:
-        raise UsageError(f"chain length {k} is not between 0 and 10000")
+    if not 0 <= k <= LONGEST_ASKED:
+        raise UsageError(f"chain length {k} is not between 0 and {LONGEST_ASKED}")
     if not 0.0 <= c < math.inf:
         raise UsageError(f"draft cost {c:g} is not a number of target steps, 0 or more")
 
@@ -1942,13 +1967,14 @@ def best_chain(alpha: float, c: float) -> tuple[int | None, float]:
     """(chain length, speed-up) with the highest expected speed-up; length 0, no draft, where none is above 1.
 
     The speed-up rises to one peak and falls.  Where it never falls, longer is always better: (None, its limit).
+    Lengths up to 10000 are looked at.
     """
     check_arithmetic(alpha, 0, c)
     if c == 0.0 or (alpha == 1.0 and c < 1.0):
         limit = 1 / (1 - alpha) if alpha < 1.0 else 1 / c if c else math.inf
         return (None, limit) if alpha > 0.0 else (0, 1.0)
     k, best, tokens = 0, 1.0, 1.0
-    while (tokens + alpha ** (k + 1)) / (1 + (k + 1) * c) > best:
+    while k < LONGEST_ASKED and (tokens + alpha ** (k + 1)) / (1 + (k + 1) * c) > best:
         k += 1
         tokens += alpha**k
         best = tokens / (1 + k * c)
@@ -2032,7 +2058,7 @@ def estimate(logs: Sequence[float], spread: float | None, df: int, prompts: int)
     if spread is None or df < 1:
         return Estimate(math.exp(mean), None, None, prompts)
     half = t_quantile(df) * spread / math.sqrt(len(logs))
-    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), prompts)
+    return Estimate(math.exp(mean), math.exp(max(mean - half, -700.0)), math.exp(min(mean + half, 700.0)), prompts)
 
 
 def deviation(values: Sequence[float]) -> float | None:
@@ -2473,7 +2499,7 @@ def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
         words = f"no interval: it takes at least two {units} measured on both servers"
         yield finding("few-prompts", words + "; --repeats adds pairs of blocks" * under_load, prompts=len(logs))
     elif len(logs) < FEW_PROMPTS:
-        words = f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow when they are mixed"
+        words = f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow where kinds are mixed"
         yield finding("few-prompts", words, prompts=len(logs))
     if stalls := stall_count(logs):
         words = f"{stalls} repeats lie far from their prompt's median (kept in the figures)"
@@ -2564,7 +2590,7 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
     alive = [run for run in runs if run.answers()]
     alive = in_common(alive) if alive else []
     shared = {run.arm: run for run in alive}
-    endpoints = [endpoint_record(shared.get(run.arm) or in_common([run])[0], label) for run in runs]
+    endpoints = [endpoint_record(shared.get(run.arm) or in_common([run])[0], label) for run in runs if run.readings]
     if not alive or alive[0].arm != "baseline":
         return Result(endpoints, [])
     baseline, *candidates = alive
@@ -2652,10 +2678,11 @@ def write_whole(file: BinaryIO, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
 
-def check_ordinary(path: str) -> None:
-    """OSError for a pipe or socket, which would be waited for without end; devices like /dev/null will do."""
-    if os.path.exists(path) and stat.S_IFMT(os.stat(path).st_mode) in (stat.S_IFIFO, stat.S_IFSOCK):
-        raise OSError(errno.EINVAL, "it is a pipe or socket, not a file")
+def check_ordinary(path: str, devices_allowed: bool = True) -> None:
+    """OSError for a pipe or socket, which would be waited for without end; for output, devices will do."""
+    kinds = (stat.S_IFIFO, stat.S_IFSOCK) if devices_allowed else (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR)
+    if os.path.exists(path) and stat.S_IFMT(os.stat(path).st_mode) in kinds:
+        raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a file")
 
 
 def check_appendable(path: str, what: str = "lab notebook", option: str = "--labbook") -> None:
@@ -2705,7 +2732,7 @@ def reading_from_json(line: JSON) -> Reading:
         seconds = [answer.latency_s, *(value for value in (answer.ttft_s, answer.decode_s) if value is not None)]
         counts = (answer.decode_tokens, answer.completion_tokens, answer.prompt_tokens, answer.cached_tokens)
         if not (all(isinstance(text, str) for text in answer.texts)
-                and all(as_number(value) is not None and 0 <= value < 1e9 for value in seconds)
+                and all(as_number(value) is not None and (value == 0 or 1e-9 < value < 1e9) for value in seconds)
                 and all(value is None or as_count(value) is not None for value in counts)):
             raise TypeError("an answer whose text, times or counts are none")
     if as_count(line["prompt_index"]) is None or as_count(line["repeat"]) is None:
@@ -2744,7 +2771,7 @@ def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
                 level[arm] = (arm, line["concurrency"])
                 runs[level[arm]] = Run(arm, line, (), (), True)  # a run that was cut off has no closing line
             elif kind == "triage":
-                gap = {**line["triage"], "gap_nats": as_number(line["triage"]["gap_nats"])}
+                gap = {**UNKNOWN_GAP, **line["triage"], "gap_nats": as_number(line["triage"]["gap_nats"])}
                 triage.setdefault(arm, {})[str(line["prompt_index"])] = gap
             elif kind in ("reading", "counted", "end"):
                 run = runs[level[arm]]
@@ -2914,7 +2941,8 @@ def explanation_lines(record: JSON) -> list[str]:
     if cost is None:
         return [f"{start}; the cost of a step is unknown (both servers' decode times are needed, from the same kind "
                 "of clock)."]
-    lines = [f"{start}, and a step costs {cost:.2f} target steps: it takes more tokens per step than that to pay.",
+    gain = "more than it costs, so decoding gains" if length > cost else "no more than it costs, so decoding loses"
+    lines = [f"{start}, and a step costs {cost:.2f} target steps: it brings {gain}.",
              "     " + bar_words(why, acceptance)]
     if acceptance.get("accepted") == 0 and acceptance.get("drafted") and why["applies"] != "any":
         lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
@@ -2952,7 +2980,7 @@ def chain_lines(why: JSON) -> list[str]:
         return []
     told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x{'*' * p['extrapolated']}"
                      for p in why["predicted"][:12])
-    best, words = why["best_chain"], "none; no draft is faster than any that was predicted"
+    best, words = why["best_chain"], "none: plain decoding is faster than every chain predicted"
     if best["chain"]:
         words = f"{best['chain']} ({best['predicted_speedup']:.2f}x{', extrapolated' * best['extrapolated']})"
     return [f"     Predicted by chain length: {told} (* extrapolated).", f"     Best chain length: {words}."]
@@ -3025,12 +3053,12 @@ def text_lines(record: JSON) -> list[str]:
         lines.append(f"numerics (another batch shape), a cache in another state{other} or a fault can do this; the "
                      "texts alone cannot tell which.")
     lines = ["Text: " + line for line in lines]
-    different = folded(texts["divergences"])
-    for found in different[:5]:
+    shown = folded(texts["divergences"])[:5]
+    for found in shown:
         lines += divergence_lines(found)
-    if len(different) > 5:
-        lines.append(f"  ... and {len(different) - 5} more; the record lists up to {LISTED_DIVERGENCES}, "
-                     "--divergence-report writes them out.")
+    if more := texts["divergent"] - sum(len(found["repeats"]) for found in shown):
+        lines.append(f"  ... and {plural(more, 'more pair')}; the record and --divergence-report list up to "
+                     f"{LISTED_DIVERGENCES}.")
     return lines
 
 
@@ -3077,7 +3105,7 @@ def audit_lines(records: Sequence[JSON]) -> list[str]:
 CAVEATS = {"cache-differs": "the servers' prompt caches differed",
            "conditions-differ": "the conditions differ (--force)",
            "foreign-traffic": "another client used a server", "counter-reset": "a server was restarted",
-           "baseline-drafting": "the baseline drafts too"}
+           "baseline-drafting": "the baseline drafts too", "interrupted": "the measurement was interrupted"}
 
 
 def caveats(record: JSON) -> str:
@@ -3147,16 +3175,19 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
     levels = sorted(comparisons, key=lambda record: record["concurrency"])
     rows = [{**cells_of(r), "Load": str(r["concurrency"]), "Baseline latency s": figure(r["latency_p50_s"]["baseline"]),
              "Draft latency s": figure(r["latency_p50_s"]["speculative"])} for r in levels]
-    known = [(r["concurrency"], r["speedup"]["ratio"]) for r in levels if r["speedup"]]
-    below = next((i for i, (_, ratio) in enumerate(known) if ratio < 1), None)
+    known = [(r["concurrency"], r["speedup"]) for r in levels if r["speedup"]]
+    below = next((i for i, (_, speed) in enumerate(known) if speed["ratio"] < 1), None)
+    deciding = known if below is None else known[max(below - 1, 0) : below + 1]
+    sure = all(speed["low"] is not None and not speed["low"] <= 1 <= speed["high"] for _, speed in deciding)
     if below is None:
-        last = "within these levels the ratio does not fall below 1."
+        found = "within these levels the ratio does not fall below 1"
     elif below == 0:
-        last = f"the ratio is below 1 already at {known[0][0]} at a time."
+        found = f"the ratio is below 1 already at {known[0][0]} at a time"
     else:
-        last = f"the ratio falls below 1 between {known[below - 1][0]} and {known[below][0]} requests at a time."
+        found = f"the ratio falls below 1 between {known[below - 1][0]} and {known[below][0]} requests at a time"
+    doubt = "" if sure else " (not sure: an interval there holds 1, or is missing)"
     lines = ["", text_table(CROSSOVER_COLUMNS, picked(CROSSOVER_COLUMNS, rows)),
-             f"Crossover: {last} Decide by the level your server usually runs at."]
+             f"Crossover: {found}{doubt}. Decide by the level your server usually runs at."]
     if any(r["text_comparison"]["divergent"] for r in levels if r["concurrency"] > 1):
         lines.append("Texts under load may differ because the batch is composed differently; that is not "
                      "speculation's doing alone.")
@@ -3201,7 +3232,7 @@ def levels_lines(results: Sequence[Result]) -> list[str]:
     lines: list[str] = []
     for result in results:
         if len(results) > 1:
-            lines += ["", f"=== {plural(result.endpoints[0]['concurrency'], 'request')} at a time ==="]
+            lines += [*[""] * bool(lines), f"=== {plural(result.endpoints[0]['concurrency'], 'request')} at a time ==="]
         lines += result_lines(result)
     comparisons = [record for result in results for record in result.comparisons]
     for label in dict.fromkeys(record["label"] for record in comparisons):
@@ -3240,12 +3271,15 @@ def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None, comma
         lines += ["", f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ", "",
                   f"Baseline against itself: {own['identical']} of {own['compared']} repeats identical. "
                   f"Acceptance {cells_of(record)['Acceptance']}."]
+        if (listed := len(texts["divergences"])) < texts["divergent"]:
+            lines.append(f"Listed are {listed} of these pairs, those on a baseline that agrees with itself first.")
         for found in folded(texts["divergences"]):
             lines += ["", f"Prompt index {found['prompt_index']}:", "", "```text",
                       *map(printable, divergence_lines(found))]
             if found["triage"]:
-                lines.append(f"    baseline token {json.dumps(found['triage']['baseline_token'])}, other token "
-                             f"{json.dumps(found['triage']['speculative_token'])}")
+                own, other = (found["triage"][f"{arm}_token"] for arm in ("baseline", "speculative"))
+                lines.append(f"    baseline token {json.dumps(own)}, other token "
+                             f"{'not known' if other is None else json.dumps(other)}")
             lines.append("```")
             if prompts:
                 lines += ["", "```json", json.dumps(list(prompts[found["prompt_index"]].messages)), "```"]
@@ -3315,7 +3349,7 @@ def markdown_report(records: Sequence[JSON]) -> str:
     comparisons = [record for record in records if record.get("kind") == "comparison"]
     lines = ["# Speculative decoding: what was measured", ""]
     if not comparisons:
-        lines.append("No comparison is recorded.")
+        lines += ["No comparison is recorded.", ""]
     for label in dict.fromkeys(record["label"] for record in comparisons):
         lines += label_lines(label, [record for record in comparisons if record["label"] == label])
     compared = {record[name] for record in comparisons for name in ("run_id", "baseline_run_id")}
@@ -3324,7 +3358,7 @@ def markdown_report(records: Sequence[JSON]) -> str:
         rows = [[r["label"], r["recorded_at"], figure(r["output_tokens_per_s"]),
                  f"{r['completed']} of {r['requests']}", r["engine_version"]] for r in singles]
         header = ("Label", "Recorded", "Tokens/s", "Completed", "Engine version")
-        lines += ["## Measured alone", "", printable(markdown_table(header, rows)), ""]
+        lines += ["## Servers without a comparison here", "", printable(markdown_table(header, rows)), ""]
     return "\n".join(lines)
 
 
@@ -3335,16 +3369,17 @@ def label_lines(label: str, group: Sequence[JSON]) -> list[str]:
     levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
     lines = [f"## {one_printable_line(label)}", "", *(printable(sentence(r)) for r in levels), "", RATIO_NOTE, ""]
     for record in levels:
+        notes = [f"- {printable(line)}" for line in audit_lines([record])]
         lines += [f"Load {record['concurrency']}:", ""] * (len(levels) > 1)
-        lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(record)), ""]
-    lines += [*(printable(line.strip()) for line in explanation_lines(latest)), "",
-              *(f"- {printable(line)}" for line in audit_lines(levels)), ""]
+        lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(record)), "",
+                  *(printable(line.strip()) for line in explanation_lines(record)), "", *notes, *[""] * bool(notes)]
     if len(levels) > 1:
         lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
     for level in sorted({record["concurrency"] for record in group}):
         past = [record for record in group if record["concurrency"] == level]
         load = f" at {level} requests at a time" if level > 1 else ""
-        lines += [f"History{load}, `{trend_marks([ratio_in(r) for r in past])}` (lowest `_` to highest `#`):", "",
+        lines += [f"History{load}, `{trend_marks([as_number(ratio_in(r)) for r in past])}` (lowest `_` to highest `#`; "
+                  "change: v lower, ^ higher, = no difference shown):", "",
                   printable(markdown_table(HISTORY_COLUMNS, history_rows(past))), ""]
     return lines
 
@@ -3662,12 +3697,21 @@ SERIES = {"vllm:": "vllm", "sglang:": "sglang", "lmdeploy:": "lmdeploy", "tgi_":
 ENGINE_EXTRAS: dict[str, JSON] = {"sglang": {"return_spec_tokens_details": True}, "vllm": {"return_token_ids": True}}
 
 
-def _parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    is_main = command == "measure"
-    name = "measure_speculative.py" + ("" if is_main else " " + command)
-    usage = f"{name} [measure] --baseline-url URL [--speculative-url URL] [options]" if is_main else None
-    parser = argparse.ArgumentParser(name, usage, description, epilog, allow_abbrev=False, add_help=not is_main,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+class Parser(argparse.ArgumentParser):
+    """argparse as this program speaks: errors in one line, and help that says where it could not be written."""
+
+    def error(self, message: str) -> NoReturn:
+        """What is wrong with a command line."""
+        raise UsageError(f"{message}; see --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print_lines([message.rstrip()])
+
+
+def _parser(command: str, description: str, epilog: str | None = None) -> Parser:
+    name, is_main = "measure_speculative.py", command == "measure"
+    parser = Parser(name if is_main else f"{name} {command}", None, description, epilog, allow_abbrev=False,
+                    add_help=not is_main, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"measure_speculative {__version__}")
     return parser
 
@@ -3752,6 +3796,8 @@ def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     if len(dict(arms)) < len(arms):
         raise UsageError("two servers have the same name; name the candidates apart, as --speculative-url "
                          "k4=http://...")
+    if len(set(args.concurrency)) < len(args.concurrency):
+        raise UsageError("--concurrency names a level twice; for more pairs of blocks use --repeats")
     if args.speculative_metrics_url and len(args.speculative_url) > 1:
         raise UsageError("--speculative-metrics-url fits one candidate only")
     for arm in ("baseline", "speculative"):
@@ -3817,7 +3863,7 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
         names = [sample.name for sample in snapshot.samples or ()]
         engine = next((name for prefix, name in SERIES.items() if any(n.startswith(prefix) for n in names)), engine)
     findings = [finding("metrics-unavailable", snapshot.unavailable)] if snapshot.unavailable else []
-    if busy := (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0):
+    if (busy := (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0)) > 0:
         words = f"{busy:.0f} requests of somebody else's"
         findings.append(finding("busy", f"the server had {words} running or waiting at the start", requests=busy))
         say(f"{who} is busy: {words} are running or waiting; figures will be disturbed")
@@ -3871,7 +3917,7 @@ def memory_of(snapshot: Snapshot) -> JSON:
     for sample in snapshot.samples or ():
         if sample.name == "vllm:cache_config_info":
             blocks, size = sample.label("num_gpu_blocks") or "", sample.label("block_size") or ""
-            if blocks.isdigit() and size.isdigit():
+            if re.fullmatch("[0-9]{1,9}", blocks) and re.fullmatch("[0-9]{1,9}", size):
                 told["cache_tokens"] = told.get("cache_tokens", 0) + int(blocks) * int(size)
         elif sample.name == "process_resident_memory_bytes":
             told["resident_bytes"] = int(sample.value)
@@ -3955,6 +4001,11 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
             if not measured:
                 raise
             measured[-1] = replace(measured[-1], interrupted=True)
+        except MeasureError as error:
+            if not measured:
+                raise
+            recorder.trouble = str(error)  # the levels before it are kept
+            break
         if measured[-1].interrupted:
             break
     return measured
@@ -4029,7 +4080,7 @@ def measure_command(argv: Sequence[str]) -> int:
     with run_file(args.save_run) as file:
         recorder = Recorder(say, file, sys.stderr.isatty() and not args.quiet)
         measured = measure_levels(args, prompts, servers, recorder)
-    return conclude(args, measured, recorder.write_error, prompts)
+    return conclude(args, measured, recorder.trouble, prompts)
 
 
 @contextlib.contextmanager
@@ -4045,31 +4096,36 @@ def run_file(path: str | None) -> Iterator[BinaryIO | None]:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; another path for --save-run") from None
     with file:
-        yield file
+        try:
+            yield file
+        finally:
+            if not file.seek(0, os.SEEK_END):  # nothing was measured: the name is free for the next try
+                with contextlib.suppress(OSError):
+                    os.remove(path)
 
 
 def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: str | None,
              prompts: Sequence[Prompt] | None) -> int:
     """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
     interrupted = any(level.interrupted for level in measured)
-    results = [level.result for level in measured if common_pairs(level.runs) or not level.interrupted]
+    results = [level.result for level in measured
+               if not level.interrupted or any(run.answers() for run in level.runs)]
     records = [record for result in results for record in result.records()]
     if not records:
-        say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
+        say_on_stderr("interrupted before the first answer was finished; nothing is recorded")
         return INTERRUPTED
     alarms, troubles = [], [trouble] if trouble else []
     try:
         alarms = alarms_of(args, records, speaker(args.quiet))
-    except (MeasureError, *DAMAGED) as error:
-        troubles.append(f"--fail-on could not be checked: {error!r}")
-    lines = [] if args.quiet else [f"Recorded in {args.labbook}.", ""]
-    try:
-        append_records(args.labbook, records)
-    except (OSError, KeyboardInterrupt) as error:
+    except (MeasureError, KeyboardInterrupt, *DAMAGED) as error:
         interrupted |= isinstance(error, KeyboardInterrupt)
-        reason = getattr(error, "strerror", "interrupted")
-        troubles.append(f"cannot append to {args.labbook}: {reason}; the records go to standard output instead")
-        lines = [json_line(record).decode().rstrip() for record in records]
+        troubles.append(f"--fail-on could not be checked: {error!r}")
+    lines, unkept, stopped = append_or_show(args.labbook, records)
+    interrupted |= stopped
+    if unkept:
+        troubles.append(unkept)
+    elif not args.quiet:
+        lines = [f"Recorded in {args.labbook}.", ""]
     if args.divergence_report:
         shown = prompts if getattr(args, "include_prompts", False) else None
         try:
@@ -4083,12 +4139,24 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
         troubles.append(str(error))
     arms = [record for record in records if record["kind"] == "endpoint"]
     dead = [f"{r['label']}: no request completed; the first error: {r['first_error']}"
-            for r in arms if not r["completed"]]
+            for r in arms if r["failed"] and not r["completed"]]
     silent = [f"{r['label']}: {failure_words(r)}" for r in arms if args.quiet and r["failed"] and r["completed"]]
     for words in (*alarms, *dead, *silent, *troubles):
         say_on_stderr(words)
     failed = COULD_NOT_MEASURE if dead or troubles else None
     return INTERRUPTED if interrupted else failed or (FINDING if alarms else MEASURED)
+
+
+def append_or_show(path: str, records: Sequence[JSON]) -> tuple[list[str], str | None, bool]:
+    """Append the records.  Where that fails: the records as lines to print, what went wrong, whether by Ctrl-C."""
+    try:
+        append_records(path, records)
+        return [], None, False
+    except (OSError, KeyboardInterrupt) as error:
+        reason = getattr(error, "strerror", "interrupted")
+        return ([json_line(record).decode().rstrip() for record in records],
+                f"cannot append to {path}: {reason}; the records go to standard output instead",
+                isinstance(error, KeyboardInterrupt))
 
 
 def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> list[str]:
@@ -4102,9 +4170,10 @@ def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> l
         if "changed-text" in args.fail_on and blamed:
             first = next((d for d in texts["divergences"] if d["class"] != "unstable-baseline"), None)
             where = f"; the first: {first['prompt_id']} at byte {first['first_difference_at_byte']}" if first else ""
+            besides = f" ({texts['unstable']} more where it does)" if texts["unstable"] else ""
             alarms.append(f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
-                          f"baseline that does not disagree with itself{where}")
-    if "regression" in args.fail_on and os.path.exists(args.labbook):
+                          f"baseline that does not disagree with itself{besides}{where}")
+    if "regression" in args.fail_on and os.path.isfile(args.labbook):
         alarms += regressions(read_json_lines(args.labbook, warn), records)
     return alarms
 
@@ -4169,7 +4238,8 @@ def report_command(argv: Sequence[str]) -> int:
     parser = _parser("report", "Print the tables and the history that a lab notebook holds.")
     parser.add_argument("labbook", help="notebook to read")
     parser.add_argument("--label", help="only this label")
-    parser.add_argument("--format", choices=("markdown", "csv", "json"), default="markdown")
+    parser.add_argument("--format", choices=("markdown", "csv", "json"), default="markdown",
+                        help="json: the records, one a line")
     args = parser.parse_args(argv)
     records = []
     for record in read_json_lines(args.labbook, say_on_stderr):
@@ -4184,7 +4254,9 @@ def report_command(argv: Sequence[str]) -> int:
         except DAMAGED as error:
             say_on_stderr(f"{args.labbook}: the record {record.get('label')} of {record.get('recorded_at')} is damaged "
                           f"and left out ({error!r})")
-    if args.label:
+    if not records:
+        say_on_stderr(f"{args.labbook} holds no record of this program; give a notebook that --labbook named")
+    elif args.label:
         labels = sorted({record["label"] for record in records})
         records = [r for r in records if (r["label"] + "/").startswith(args.label + "/")]
         if not records:
@@ -4203,14 +4275,14 @@ def break_even_command(argv: Sequence[str]) -> int:
                      "of 0.10 means\n"
                      "that drafting one token takes a tenth of one step of the target.  Leviathan et al. 2023.")
     add, most = parser.add_argument, 1_000_000
-    add("--chain", type=_listed(_number(int, 0, 10_000)), default=[2, 4, 8], metavar="K,...",
+    add("--chain", type=_listed(_number(int, 0, LONGEST_ASKED)), default=[2, 4, 8], metavar="K,...",
         help="chain lengths (default 2,4,8)")
     add("--draft-cost", type=_listed(_number(float, 0, most)), default=[0.10, 0.20, 0.35], metavar="C,...",
         help="cost of one draft step in target steps (default 0.10,0.20,0.35)")
     add("--alpha", type=_number(float, 0, 1), metavar="A", help="also print the speed-up at this acceptance")
-    add("--measured-step-cost", type=_number(float, 0, most, True), metavar="X",
+    add("--measured-step-cost", type=_number(float, 1e-6, most), metavar="X",
         help="what a step was seen to cost, in target steps")
-    add("--tokens-per-step", type=_number(float, 0, most, True), metavar="L",
+    add("--tokens-per-step", type=_number(float, 1e-6, most), metavar="L",
         help="tokens that a target step was seen to bring")
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -4284,11 +4356,7 @@ def calibrate_command(argv: Sequence[str]) -> int:
         raise MeasureError(f"a reference server ended before its time ({error}); run calibrate again") from None
     share = min(share, cpu_share())
     rows = calibration_rows(measured, [reference_truth(log) for log in logs], drafting)
-    if args.labbook:
-        try:
-            append_records(args.labbook, measured.result.records())
-        except OSError as error:
-            raise MeasureError(f"cannot append to {args.labbook}: {error.strerror}") from None
+    unkept, trouble, _ = append_or_show(args.labbook, measured.result.records()) if args.labbook else ([], None, False)
     bad = [row["quantity"] for row in rows if not row["within"]]
     fit = not bad and share >= 0.9
     if args.json:
@@ -4297,6 +4365,9 @@ def calibrate_command(argv: Sequence[str]) -> int:
         worst = max([0.05, *(abs(row["error"]) for row in rows if row["unit"] == "%" and row["error"] is not None)])
         said = ["", f"On this machine, now, ratios are good to {worst:.1f}%."] if fit else []
         print_lines(calibration_lines(rows) + said)
+    if trouble:
+        print_lines(unkept)
+        raise MeasureError(trouble)
     if share < 0.9:
         say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {share:.0%} of one when it asked "
                       "for all); measure again when the machine is idle")
@@ -4375,7 +4446,7 @@ def calibration_lines(rows: Sequence[JSON]) -> list[str]:
 
     def shown(value: Any) -> str:
         if isinstance(value, list):
-            return " ".join(map(shown, value))
+            return " ".join(map(shown, value[:8])) + " ..." * (len(value) > 8)
         if isinstance(value, float):
             return f"{round(value, 3) + 0.0:.3f}"
         return "unknown" if value is None else str(value)
@@ -4435,12 +4506,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:  # a daemon may have closed them, and Python then has none
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:
-                setattr(sys, name, stack.enter_context(open(os.devnull, "w", encoding="ascii")))
+                file = open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+                setattr(sys, name, stack.enter_context(file))
         return run_command(words)
 
 
 def end_like_ctrl_c() -> None:
     """Let a stopped service or a lost terminal end a measurement as Ctrl-C does: what was finished is kept."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
     def end(number: int, frame: Any) -> None:
@@ -4472,4 +4546,4 @@ def run_command(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # all is written; what Python would tear down now could only be interrupted

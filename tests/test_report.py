@@ -371,7 +371,8 @@ class Notebook(unittest.TestCase):
     def test_an_empty_notebook_is_said_to_be_empty(self):
         for book in (b"", b"# only prose\n"):
             outcome = report(book)
-            self.assertEqual((outcome.code, outcome.err), (0, ""))
+            self.assertEqual((outcome.code, outcome.err.count("\n")), (0, 1))
+            self.assertIn("holds no record of this program", outcome.err)
             self.assertIn("No comparison is recorded", outcome.out)
 
     def test_records_that_lost_fields_are_named_and_do_not_stop_the_report(self):
