@@ -4446,7 +4446,7 @@ def calibration_lines(rows: Sequence[JSON]) -> list[str]:
 
     def shown(value: Any) -> str:
         if isinstance(value, list):
-            return " ".join(map(shown, value[:8])) + " ..." * (len(value) > 8)
+            return " ".join(map(shown, value[:4])) + " ..." * (len(value) > 4)
         if isinstance(value, float):
             return f"{round(value, 3) + 0.0:.3f}"
         return "unknown" if value is None else str(value)

@@ -1,5 +1,6 @@
 """What people read: the terminal report, `report` from a notebook, and the records that both are made of."""
 
+import copy
 import csv
 import io
 import json
@@ -145,7 +146,8 @@ class Terminal(unittest.TestCase):
 
     def test_why_it_pays_is_said_in_both_currencies(self):
         out = compared().out
-        self.assertRegex(out, r"1\.99 tokens per target step, and a step costs 1\.\d\d target steps")
+        self.assertRegex(out, r"1\.99 tokens per target step, and a step costs 1\.\d\d target steps: it brings more than it "
+                              r"costs, so decoding gains")
         self.assertRegex(out, r"alpha 0\.\d\d; 0\.\d\d is needed at chain length 4")
 
 
@@ -167,6 +169,28 @@ class ChangedText(unittest.TestCase):
         out = compare(("b.jsonl", saved_run("baseline", speeds(1.0, scatter=0), kinds)),
                       ("s.jsonl", saved_run("speculative", answers, kinds))).out
         self.assertRegex(out.splitlines()[-1], r"PAYS on copy: .*DOES NOT PAY on open: .*text changed in 1 of 12")
+
+    def test_what_is_cut_from_a_long_list_of_changes_is_counted(self):
+        """30 pairs differ: 20 stand in the record and in the bug report, 5 on the screen."""
+        runs = (("b.jsonl", saved_run("baseline", speeds(1.0, 30))),
+                ("s.jsonl", saved_run("speculative", [[dict(each, content="another") for each in repeats]
+                                                      for repeats in speeds(1.5, 30, **DRAFTS)])))
+        outcome = compare(*runs, flags=("--divergence-report", "d.md", "--fail-on", "changed-text"))
+        self.assertIn("... and 25 more pairs; the record and --divergence-report list up to 20.", outcome.out)
+        report = outcome.files["d.md"].decode()
+        self.assertIn("30 of 30 pairs differ", report)
+        self.assertIn("Listed are 20 of these pairs", report)
+        self.assertEqual(20, report.count("Prompt index"))
+
+    def test_the_alarm_counts_the_pairs_it_does_not_blame(self):
+        base, other = ([once + copy.deepcopy(once) for once in speeds(*words, **drafts)]
+                       for words, drafts in (((1.0, 4), {}), ((1.5, 4), DRAFTS)))
+        base[0][1]["content"] = "unstable"
+        for i in (0, 1):
+            other[i][0]["content"] = "another"
+        err = compare(("b.jsonl", saved_run("baseline", base)), ("s.jsonl", saved_run("speculative", other)),
+                      flags=("--fail-on", "changed-text")).err
+        self.assertRegex(err, r"1 of 8 completions differ on a baseline that does not disagree with itself \(2 more where it does\)")
 
     def test_unchanged_text_raises_no_warning(self):
         self.assertNotIn("text changed", compared().out)
