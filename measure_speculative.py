@@ -68,19 +68,20 @@ behave: it measures what it was given, and says how far that carries.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
-if __name__ == "__main__":
-    if sys.argv[1:] in (["-h"], ["--help"]):
-        # This text is all the help there is; it need not wait for what follows to be imported and torn down again.
-        try:
-            os.write(1, (__doc__ or "").encode())
-            os._exit(0)
-        except OSError:
-            pass  # the long way round says what is wrong
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can handle it
+if __name__ == "__main__" and sys.argv[1:] in (["-h"], ["--help"]):
+    # This text is all the help there is; it need not wait for what follows to be imported and torn down again.
+    try:
+        os.write(1, (__doc__ or "").encode())
+        os._exit(0)
+    except OSError:
+        pass  # the long way round says what is wrong
+
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can handle it
 
 import argparse
 import contextlib
