@@ -44,6 +44,14 @@ class Readme(unittest.TestCase):
                 self.assertEqual(m.main(words), m.MEASURED)
             self.assertEqual("\n".join(lines).strip(), out.getvalue().strip())
 
+    def test_the_run_that_it_shows_is_the_one_in_the_notebook_as_the_program_prints_it(self):
+        ((words, lines),) = [(words, lines) for words, lines in shown_commands() if "--max-tokens" in words and lines]
+        label = words[words.index("--label") + 1] + "/"
+        records = [r for r in m.read_json_lines(str(ROOT / "labbook.md"), self.fail) if r["label"].startswith(label)]
+        result = m.Result(*([r for r in records if r["kind"] == kind] for kind in ("endpoint", "comparison")))
+        printed = "\n".join(["Recorded in labbook.md.", "", *map(m.printable, m.result_lines(result))])
+        self.assertEqual("\n".join(lines).strip(), printed)
+
     def test_the_notebook_that_comes_with_it_can_be_read_line_by_line(self):
         complaints = []
         records = m.read_json_lines(str(ROOT / "labbook.md"), complaints.append)
