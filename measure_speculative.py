@@ -724,14 +724,15 @@ class AnswerBuilder:
         at, failed = time.perf_counter(), False
         with contextlib.suppress(http.client.IncompleteRead):
             for line, at in _lines(first, pieces):
-                failed |= re.match(rb"error:|event:\s*error", line) is not None
+                failed |= re.match(rb"error:|event:\s*error\s*$", line) is not None
                 if line.startswith((b"data:", b"error:")):
                     data.append(line.partition(b":")[2])
-                elif not line and data:
-                    self._dispatch(data, at, failed)
-                    data = []
+                elif not line:
+                    if data:
+                        self._dispatch(data, at, failed)
                     if self.done:
                         return
+                    data, failed = [], False
         if data:  # the blank line behind the last event may be missing although all was said
             self._dispatch(data, at, failed)
 
@@ -746,7 +747,8 @@ class AnswerBuilder:
             event = json.loads(text)
         except (ValueError, RecursionError) as error:
             self.unreadable += bool(text)
-            self.lacks_a_piece |= isinstance(error, json.JSONDecodeError) and text.startswith("{")
+            is_damaged = isinstance(error, json.JSONDecodeError) and text.startswith("{")
+            self.lacks_a_piece |= is_damaged and self.finish_reason is None
         if event is not None or failed:
             self.add({"error": event or text or "no reason given"} if failed else event, at)
 
@@ -1198,7 +1200,7 @@ ANSWER_SOURCES = (from_timings, from_histogram_block, from_lm_studio, from_usage
 
 
 def _counted(samples: Sequence[Sample], name: str) -> int | None:
-    """Sum over the series of a counter, named with or without `_total`; None where there are none, or only rounded."""
+    """Sum over the series of a counter, named with or without `_total`; None if there are none, or one is rounded."""
     found = [s for s in samples if s.name in (name, name + "_total") and position_of(s) is None]
     return round(sum(s.value for s in found)) if found and all(s.kind != "rounded" for s in found) else None
 
@@ -1208,7 +1210,7 @@ def _positions(samples: Sequence[Sample], name: str) -> tuple[int, ...] | None:
     counts: dict[int, float] = {}
     for s in samples:
         position = position_of(s)
-        if s.name in (name, name + "_total") and position is not None and position < 1000:
+        if s.name in (name, name + "_total") and position is not None and position < LONGEST_CHAIN:
             counts[position] = counts.get(position, 0.0) + s.value
     return tuple(round(counts.get(i, 0.0)) for i in range(max(counts) + 1)) if counts else None
 
@@ -1528,7 +1530,7 @@ class Recorder:
     def __init__(self, say: Say, file: BinaryIO | None = None, show: bool = False) -> None:
         self.say, self.file, self.show = say, file, show
         self.trouble: str | None = None
-        self.has_answers = self.file_failed = False
+        self.answered, self.file_failed = 0, False  # answers over all levels
         self.begin((), 0)
 
     def begin(self, headers: Iterable[JSON], total: int) -> None:
@@ -1536,8 +1538,7 @@ class Recorder:
         self.readings: list[Reading] = []
         self.counted: list[Counted] = []
         self.started, self.total = time.monotonic(), total
-        for header in headers:
-            self.write({"kind": "run", **header})
+        self.headers = list(headers)
 
     def write(self, line: JSON) -> None:
         """One line of the run file; a file that cannot be written any more does not stop the measurement."""
@@ -1551,9 +1552,12 @@ class Recorder:
             self.say(self.trouble)
 
     def add(self, reading: Reading) -> None:
-        """Keep one reading."""
+        """Keep one reading; the conditions of its level stand before it in the run file."""
         self.readings.append(reading)
-        self.has_answers |= reading.answer is not None
+        self.answered += reading.answer is not None
+        for header in self.headers:
+            self.write({"kind": "run", **header})
+        self.headers = []
         self.write(reading_to_json(reading))
         if self.show:
             done = len(self.readings)
@@ -1580,15 +1584,16 @@ class Recorder:
 def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say, is_first: bool = False) -> Reading:
     """Send one planned request; whatever goes wrong becomes the reading's error.
 
-    UsageError if it is the first that this server sees and is refused as it is.
+    UsageError if it `is_first`, which costs nothing measured, and is refused as it is.
     """
     reading = Reading(endpoint.arm, shot.prompt, prompt.id, prompt.workload, shot.repeat, shot.place)
     try:
         answer, waited = patiently(lambda: complete(endpoint, prompt.messages), say, endpoint.name)
     except RequestFailed as error:
-        if is_first:
-            refused_for_good(endpoint, error)
-        return replace(reading, error=f"{endpoint.name}: {error}")
+        refused = refusal(endpoint, error)
+        if refused and is_first:
+            raise UsageError(refused) from None
+        return replace(reading, error=refused or f"{endpoint.name}: {error}")
     if endpoint.engine == "koboldcpp":
         with contextlib.suppress(RequestFailed, ValueError):
             side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
@@ -1611,7 +1616,7 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
                 finished, waiting = _take_at_once(block.shots, endpoints, prompts, recorder, concurrency)
             else:
                 for shot in block.shots:
-                    is_first = shot.arm not in heard and not recorder.has_answers
+                    is_first = shot.arm not in heard and recorder.answered < len(endpoints)
                     heard.add(shot.arm)
                     recorder.add(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say, is_first))
                 finished = time.perf_counter()
@@ -1695,17 +1700,18 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Answer 
     return answers
 
 
-def refused_for_good(endpoint: Endpoint, error: RequestFailed) -> None:
-    """UsageError if the server refuses the request itself, so that asking again cannot help."""
-    if error.status in (400, 401, 403, 404, 405, 413, 415, 422):
-        way_out = "a null removes a field from the request, as in --extra-body '{\"seed\": null}'"
-        if endpoint.served and endpoint.model not in endpoint.served:
-            way_out = f"it lists these models: {', '.join(endpoint.served)}"
-        elif error.status == 404:
-            way_out = "check --model and the base URL"
-        elif error.status in (401, 403):
-            way_out = key_words(endpoint.key, endpoint.key_variable)
-        raise UsageError(f"{endpoint.name} refuses the request: {error}; {way_out}")
+def refusal(endpoint: Endpoint, error: RequestFailed) -> str | None:
+    """What to do where the server refuses the request itself, so that asking again cannot help; else None."""
+    if error.status not in (400, 401, 403, 404, 405, 413, 415, 422):
+        return None
+    way_out = "a null removes a field from the request, as in --extra-body '{\"seed\": null}'"
+    if endpoint.served and endpoint.model not in endpoint.served:
+        way_out = f"it lists these models: {', '.join(endpoint.served)}"
+    elif error.status == 404:
+        way_out = "check --model and the base URL"
+    elif error.status in (401, 403):
+        way_out = key_words(endpoint.key, endpoint.key_variable)
+    return f"{endpoint.name} refuses the request: {error}; {way_out}"
 
 
 def key_words(key: str, variable: str) -> str:
@@ -2023,9 +2029,12 @@ class Estimate:
     high: float | None
     prompts: int
 
-    def to_json(self, name: str = "ratio") -> JSON:
-        """As it stands in the records; the same statistics serve a plain speed under another name."""
-        return {name: self.ratio, "low": self.low, "high": self.high, "level": 0.95, "prompts": self.prompts}
+
+def as_json(found: Estimate | None, name: str = "ratio") -> JSON | None:
+    """An estimate as it stands in the records; the same statistics serve a plain speed under another name."""
+    if found is None:
+        return None
+    return {name: found.ratio, "low": found.low, "high": found.high, "level": 0.95, "prompts": found.prompts}
 
 
 def median(values: Sequence[float]) -> float:
@@ -2161,14 +2170,9 @@ def drafts_of(run: Run, workload: str | None = None) -> Drafts:
     return Drafts(counted and replace(counted, tokens=block_tokens, answers=block_answers), growth)
 
 
-def common_pairs(runs: Sequence[Run]) -> frozenset[Any]:
-    """(prompt index, repeat) of the pairs that every arm completed."""
-    return frozenset.intersection(*(frozenset(run.answers()) for run in runs))
-
-
 def in_common(runs: Sequence[Run]) -> list[Run]:
     """The runs, each knowing what all of them completed: the speeds are made of that."""
-    pairs, blocks = common_pairs(runs), None
+    pairs, blocks = frozenset.intersection(*(frozenset(run.answers()) for run in runs)), None
     if all(run.conditions["concurrency"] > 1 for run in runs):
         blocks = frozenset.intersection(*(
             frozenset((c.workload, c.repeat) for c in run.counted if not c.failed and c.answers) for run in runs
@@ -2371,7 +2375,7 @@ def endpoint_record(run: Run, label: str) -> JSON:
         "completed": len(answers), "failed": len(errors), "first_error": errors[0] if errors else None,
         "wall_s": figures.wall_s, "latency_s": figures.latency_s, "ttft_s": figures.ttft_s, "output_tokens": tokens,
         "output_tokens_per_s": figures.tokens_per_s, "decode_tokens_per_s": figures.decode_tokens_per_s,
-        "decode_source": figures.decode_source, "speed": speed.to_json("tokens_per_s") if speed else None,
+        "decode_source": figures.decode_source, "speed": as_json(speed, "tokens_per_s"),
         "tokens_counted_by_server": bool(answers) and tokens is not None,
         "server_timings_sample": next((sample for sample in samples if sample), None),
         "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
@@ -2429,18 +2433,18 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
 
 def fit_of(explanations: Sequence[tuple[JSON, Acceptance | None]]) -> JSON | None:
     """Verification and draft cost apart, from candidates with fixed chains of different length."""
-    told_apart = [(round(told["chain"]), per_step, told["step_cost"]) for told, found in explanations
-                  if found and (per_step := ratio_of(found.drafted, target_steps(found))) is not None
-                  and told["step_cost"] is not None and told["applies"] != "varying-chain"]
-    points = [(per_step, cost) for _, per_step, cost in told_apart]
-    costs = fitted_costs(points) if len({chain for chain, _, _ in told_apart}) > 1 else None
+    fixed = [(chain, per_step, told["step_cost"]) for told, found in explanations
+             if found and told["step_cost"] is not None and (chain := fixed_chain(found))
+             and (per_step := ratio_of(found.drafted, target_steps(found))) is not None]
+    points = [(per_step, cost) for _, per_step, cost in fixed]
+    costs = fitted_costs(points) if len({chain for chain, _, _ in fixed}) > 1 else None
     if costs is None or costs[0] < PLAUSIBLE_VERIFICATION or costs[1] < 0:
         return None
     return {"draft_cost": costs[1], "verification_cost": costs[0], "runs": len(points)}
 
 
 def same_process(run: Run, other: Run) -> bool:
-    """Whether two arms were one server: the same address, or the same start of a process."""
+    """Whether two arms were one server, as `server_numbers` tells."""
     return all(run.conditions[name] == other.conditions[name] for name in ("run_id", "host_number"))
 
 
@@ -2505,11 +2509,6 @@ def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
     if stalls := stall_count(logs):
         words = f"{stalls} repeats lie far from their prompt's median (kept in the figures)"
         yield finding("stalls", words, count=stalls)
-
-
-def as_json(speed: Estimate | None) -> JSON | None:
-    """An estimate as it stands in the records."""
-    return speed.to_json() if speed else None
 
 
 def compared(baseline: Run, candidate: Run, min_gain: float, triage: JSON, workload: str | None = None) -> JSON:
@@ -2591,7 +2590,7 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
     alive = [run for run in runs if run.answers()]
     alive = in_common(alive) if alive else []
     shared = {run.arm: run for run in alive}
-    endpoints = [endpoint_record(shared.get(run.arm) or in_common([run])[0], label) for run in runs if run.readings]
+    endpoints = [endpoint_record(shared.get(run.arm) or in_common([run])[0], label) for run in runs]
     if not alive or alive[0].arm != "baseline":
         return Result(endpoints, [])
     baseline, *candidates = alive
@@ -2606,13 +2605,13 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
 def against_best(comparisons: list[JSON], candidates: Sequence[Run]) -> list[JSON]:
     """The comparisons, each with its paired ratio to the fastest candidate, so that real differences can be told."""
     ran = [(record["speedup"]["ratio"], run) for record, run in zip(comparisons, candidates)
-           if record["speedup"] and record["verdict"] and not is_same_server(record)]
+           if record["speedup"] and record["verdict"] and not is_noise_check(record)]
     best = max(ran, key=lambda pair: pair[0])[1] if ran else None
     for record, run in zip(comparisons, candidates):
         record["against_best"] = None
         if best and run is not best and record["verdict"] is not None:
-            behind = over_prompts(log_ratios(best, run))
-            record["against_best"] = {"best": best.arm, **behind.to_json()} if behind else None
+            behind = as_json(over_prompts(log_ratios(best, run)))
+            record["against_best"] = behind and {"best": best.arm, **behind}
     return comparisons
 
 
@@ -2923,7 +2922,7 @@ def endpoint_lines(records: Sequence[JSON]) -> list[str]:
                        rows, 3)]
 
 
-def is_same_server(record: JSON) -> bool:
+def is_noise_check(record: JSON) -> bool:
     """Whether a comparison is of a server with itself, a check of the noise."""
     return any(entry["finding"] == "same-server" and entry["noise"] for entry in record["audit"])
 
@@ -2934,7 +2933,7 @@ def explanation_lines(record: JSON) -> list[str]:
     length, cost, fit = why["tokens_per_step"], why["step_cost"], why["fit"]
     if record["verdict"] is None:
         return ["Why: no draft was made."]
-    if is_same_server(record):
+    if is_noise_check(record):
         return ["Why: both arms are the same server, so there is nothing to explain."]
     if why["applies"] == "no-acceptance" and length is None:
         return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
@@ -2942,7 +2941,7 @@ def explanation_lines(record: JSON) -> list[str]:
     if cost is None:
         return [f"{start}; the cost of a step is unknown (both servers' decode times are needed, from the same kind "
                 "of clock)."]
-    gain = "more than it costs, so decoding gains" if length > cost else "no more than it costs, so decoding loses"
+    gain = "more than it costs, so decoding gains" if length > cost else "no more, so decoding does not gain"
     lines = [f"{start}, and a step costs {cost:.2f} target steps: it brings {gain}.",
              "     " + bar_words(why, acceptance)]
     if acceptance.get("accepted") == 0 and acceptance.get("drafted") and why["applies"] != "any":
@@ -2950,7 +2949,7 @@ def explanation_lines(record: JSON) -> list[str]:
                      "target share a tokenizer.")
     if fit:
         advice = "; the advice below rests on this fit" if why["predicted"] else ""
-        lines.append(f"     Fitted over {fit['runs']} candidates of different chain length: verifying "
+        lines.append(f"     Fitted over {fit['runs']} candidates: verifying "
                      f"costs {fit['verification_cost']:.2f} target steps, each drafted token {fit['draft_cost']:.3f}"
                      f"{advice}.")
     elif why["draft_cost"] is not None:
@@ -3155,7 +3154,7 @@ def comparison_lines(record: JSON) -> list[str]:
 
 def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
     """Several candidates by speed, and which differences to the first are real."""
-    ranked = sorted(comparisons, key=lambda r: (r["verdict"] is None, is_same_server(r), -(ratio_in(r) or 0.0)))
+    ranked = sorted(comparisons, key=lambda r: (r["verdict"] is None, is_noise_check(r), -(ratio_in(r) or 0.0)))
     rows = []
     for record in ranked:
         behind = record["against_best"]
@@ -3179,8 +3178,11 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
     known = [(r["concurrency"], r["speedup"]) for r in levels if r["speedup"]]
     below = next((i for i, (_, speed) in enumerate(known) if speed["ratio"] < 1), None)
     deciding = known if below is None else known[max(below - 1, 0) : below + 1]
-    sure = all(speed["low"] is not None and not speed["low"] <= 1 <= speed["high"] for _, speed in deciding)
-    if below is None:
+    sure = len(known) == len(levels) and all(
+        speed["low"] is not None and not speed["low"] <= 1 <= speed["high"] for _, speed in deciding)
+    if not known:
+        found = "not known"
+    elif below is None:
         found = "within these levels the ratio does not fall below 1"
     elif below == 0:
         found = f"the ratio is below 1 already at {known[0][0]} at a time"
@@ -3219,7 +3221,7 @@ def single_lines(record: JSON) -> list[str]:
     rows = [[part["workload"], str(part["completed"]), figure(part["output_tokens_per_s"]),
              figure(part["decode_tokens_per_s"])] for part in record["workloads"]]
     lines = ["", text_table(("Workload", "Completed", "Tokens/s", "Decode tokens/s"), rows)]
-    told, is_baseline = record["acceptance"], record["label"].endswith("/baseline")
+    told, is_baseline = record["acceptance"], arm_of(record) == "baseline"
     if told and told["drafted"] == 0:
         lines.append("No draft was seen" + (", as it should be on a baseline." if is_baseline
                                             else ": speculation did not run."))
@@ -3304,7 +3306,7 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
         name, words, unit = "speedup", "speed-up", "ratio"
         if record["kind"] == "endpoint":
             name, words, unit = "speed", "baseline tokens/s", "tokens_per_s"
-            if not record["label"].endswith("/baseline"):
+            if arm_of(record) != "baseline":
                 continue
         past = [old for old in earlier if all(old.get(key) == record[key] for key in same)
                 and as_number(as_dict(old.get(name)).get(unit)) is not None]
@@ -3353,8 +3355,8 @@ def markdown_report(records: Sequence[JSON]) -> str:
         lines += ["No comparison is recorded.", ""]
     for label in dict.fromkeys(record["label"] for record in comparisons):
         lines += label_lines(label, [record for record in comparisons if record["label"] == label])
-    compared = {record[name] for record in comparisons for name in ("run_id", "baseline_run_id")}
-    singles = [r for r in records if r.get("kind") == "endpoint" and r["run_id"] not in compared]
+    shown = {record[name] for record in comparisons for name in ("run_id", "baseline_run_id")}
+    singles = [r for r in records if r.get("kind") == "endpoint" and r["run_id"] not in shown]
     if singles:
         rows = [[r["label"], r["recorded_at"], figure(r["output_tokens_per_s"]),
                  f"{r['completed']} of {r['requests']}", r["engine_version"]] for r in singles]
@@ -3380,7 +3382,7 @@ def label_lines(label: str, group: Sequence[JSON]) -> list[str]:
         past = [record for record in group if record["concurrency"] == level]
         load = f" at {level} requests at a time" if level > 1 else ""
         lines += [f"History{load}, `{trend_marks([as_number(ratio_in(r)) for r in past])}` (lowest `_` to highest `#`; "
-                  "change: v lower, ^ higher, = no difference shown):", "",
+                  "change: v lower, ^ higher, = no difference shown, ? unknown):", "",
                   printable(markdown_table(HISTORY_COLUMNS, history_rows(past))), ""]
     return lines
 
@@ -3679,18 +3681,6 @@ VERSIONS = (("llama.cpp", "/props", "build_info"), ("sglang", "/server_info", "v
             ("tgi", "/info", "version"))
 
 
-def _number(kind: Callable[[str], Any], low: float, high: float, above: bool = False) -> Callable[[str], Any]:
-    """What reads an int or float from `low` (or only above it) to `high`."""
-
-    def parse(text: str) -> Any:
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if low <= value <= high and not (above and value == low):
-                return value
-        words = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {words} {'above' if above else 'from'} {low} to {high}")
-
-    return parse
 # The engine whose series begin so.
 SERIES = {"vllm:": "vllm", "sglang:": "sglang", "lmdeploy:": "lmdeploy", "tgi_": "tgi", "trtllm_": "tensorrt-llm",
           "llamacpp:": "llama.cpp"}
@@ -3715,6 +3705,20 @@ def _parser(command: str, description: str, epilog: str | None = None) -> Parser
                     add_help=not is_main, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"measure_speculative {__version__}")
     return parser
+
+
+def _number(kind: Callable[[str], Any], low: float, high: float, above: bool = False) -> Callable[[str], Any]:
+    """What reads an int or float from `low` (or only above it) to `high`."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if low <= value <= high and not (above and value == low):
+                return value
+        words = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {words} {'above' if above else 'from'} {low} to {high}")
+
+    return parse
 
 
 def _listed(each: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -3980,7 +3984,7 @@ def server_numbers(servers: Sequence[Server], answers: Sequence[Answer | None], 
 
 def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server], recorder: Recorder,
                    simulated: bool = False) -> list[Measured]:
-    """Measure each concurrency level; an interruption ends the last of those returned."""
+    """Measure each concurrency level; an interruption ends the last of those returned, a failure keeps those before."""
     answers = warm_up([server.endpoint for server in servers], args.warmup, recorder.say)
     hosts = server_numbers(servers, answers, args.warmup)
     notes: list[JSON] = []
@@ -4005,7 +4009,7 @@ def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers:
         except MeasureError as error:
             if not measured:
                 raise
-            recorder.trouble = str(error)  # the levels before it are kept
+            recorder.trouble = "; ".join(filter(None, (recorder.trouble, str(error))))  # the levels before it are kept
             break
         if measured[-1].interrupted:
             break
@@ -4019,17 +4023,18 @@ def measure_level(args: argparse.Namespace, prompts: Sequence[Prompt], endpoints
     plan = make_plan([prompt.workload for prompt in prompts], args.repeats, len(endpoints), args.order, level)
     recorder.begin(headers, sum(len(block.shots) for block in plan))
     interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
-    for header in headers:
+    for header in headers if recorder.readings else ():
         recorder.write({"kind": "end", "arm": header["arm"], "interrupted": interrupted})
     runs = [Run(header["arm"], header, tuple(r for r in recorder.readings if r.arm == header["arm"]),
                 tuple(c for c in recorder.counted if c.arm == header["arm"]), interrupted) for header in headers]
+    begun = [run for run in runs if run.readings or not interrupted]
     triage: dict[str, JSON] = {run.arm: {} for run in runs}
     try:
         if not interrupted and runs[0].arm == "baseline":
             triage_texts(runs, endpoints[0], prompts, args.triage, recorder, triage)
-        result = result_of(runs, args.label, args.min_gain, triage)
+        result = result_of(begun, args.label, args.min_gain, triage)
     except KeyboardInterrupt:  # all is measured; only a second one gives it up
-        interrupted, result = True, result_of(runs, args.label, args.min_gain, triage)
+        interrupted, result = True, result_of(begun, args.label, args.min_gain, triage)
     return Measured(result, runs, interrupted)
 
 
@@ -4096,24 +4101,29 @@ def run_file(path: str | None) -> Iterator[BinaryIO | None]:
         raise UsageError(f"{path} exists and may hold an earlier run; name a new file for --save-run") from None
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; another path for --save-run") from None
-    with file:
-        try:
+    try:
+        with file:
             yield file
-        finally:
-            if not file.seek(0, os.SEEK_END):  # nothing was measured: the name is free for the next try
-                with contextlib.suppress(OSError):
-                    os.remove(path)
+    finally:
+        with contextlib.suppress(OSError):
+            if not os.path.getsize(path):  # nothing was measured: the name is free for the next try
+                os.remove(path)
+
+
+def worth_keeping(runs: Sequence[Run]) -> bool:
+    """Whether an interrupted level has a pair that all arms finished, or more than one answer of an arm."""
+    finished = [set(run.answers()) for run in runs]
+    return any(len(pairs) > 1 for pairs in finished) or bool(finished and set.intersection(*finished))
 
 
 def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: str | None,
              prompts: Sequence[Prompt] | None) -> int:
     """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
     interrupted = any(level.interrupted for level in measured)
-    results = [level.result for level in measured
-               if not level.interrupted or any(run.answers() for run in level.runs)]
+    results = [level.result for level in measured if not level.interrupted or worth_keeping(level.runs)]
     records = [record for result in results for record in result.records()]
     if not records:
-        say_on_stderr("interrupted before the first answer was finished; nothing is recorded")
+        say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
         return INTERRUPTED
     alarms, troubles = [], [trouble] if trouble else []
     try:
@@ -4139,8 +4149,8 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     except MeasureError as error:
         troubles.append(str(error))
     arms = [record for record in records if record["kind"] == "endpoint"]
-    dead = [f"{r['label']}: no request completed; the first error: {r['first_error']}"
-            for r in arms if r["failed"] and not r["completed"]]
+    dead = [f"{r['label']}: no request completed; the first error: {r['first_error'] or 'none, none was sent'}"
+            for r in arms if not r["completed"]]
     silent = [f"{r['label']}: {failure_words(r)}" for r in arms if args.quiet and r["failed"] and r["completed"]]
     for words in (*alarms, *dead, *silent, *troubles):
         say_on_stderr(words)
@@ -4357,7 +4367,8 @@ def calibrate_command(argv: Sequence[str]) -> int:
         raise MeasureError(f"a reference server ended before its time ({error}); run calibrate again") from None
     share = min(share, cpu_share())
     rows = calibration_rows(measured, [reference_truth(log) for log in logs], drafting)
-    unkept, trouble, _ = append_or_show(args.labbook, measured.result.records()) if args.labbook else ([], None, False)
+    lines, unkept, stopped = (append_or_show(args.labbook, measured.result.records()) if args.labbook
+                              else ([], None, False))
     bad = [row["quantity"] for row in rows if not row["within"]]
     fit = not bad and share >= 0.9
     if args.json:
@@ -4366,9 +4377,10 @@ def calibrate_command(argv: Sequence[str]) -> int:
         worst = max([0.05, *(abs(row["error"]) for row in rows if row["unit"] == "%" and row["error"] is not None)])
         said = ["", f"On this machine, now, ratios are good to {worst:.1f}%."] if fit else []
         print_lines(calibration_lines(rows) + said)
-    if trouble:
-        print_lines(unkept)
-        raise MeasureError(trouble)
+    if unkept:
+        print_lines(lines)
+        say_on_stderr(unkept)
+        return INTERRUPTED if stopped else COULD_NOT_MEASURE
     if share < 0.9:
         say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {share:.0%} of one when it asked "
                       "for all); measure again when the machine is idle")

@@ -231,6 +231,15 @@ class Damaged(unittest.TestCase):
         self.assertEqual(outcome.code, 1, outcome.err)
         self.assertEqual(comparisons(outcome), [])
 
+    def test_a_level_that_was_cut_off_before_its_first_reading_is_said_and_costs_no_other(self):
+        with FakeServer("plain") as one, FakeServer("plain") as other:
+            saved = measure(one, other, "--concurrency", "1,2", "--save-run", "run.jsonl", prompts=["one", "two"]).files["run.jsonl"]
+        lines = saved.splitlines(keepends=True)
+        begins = [i for i, line in enumerate(lines) if b'"kind": "run"' in line]
+        outcome = compare(("cut.jsonl", b"".join(lines[: begins[2] + 2])), flags=("--divergence-report", "d.md"))
+        self.assertEqual((outcome.code, [r["concurrency"] for r in comparisons(outcome)]), (1, [1]), outcome.err)
+        self.assertIn("no request completed", outcome.err)
+
     def test_a_failed_request_never_becomes_a_speed(self):
         answers = speeds(1.5, **DRAFTS)
         answers[5] = ["the server closed the connection"]

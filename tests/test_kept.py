@@ -65,14 +65,20 @@ class Kept(unittest.TestCase):
 
     def test_a_refusal_after_something_was_measured_is_a_failed_request(self):
         with FakeServer("plain") as a, canned(REFUSED) as b:
-            for flags in (("--order", "sequential"), ()):
+            for flags in (("--order", "sequential"), ("--concurrency", "2,1")):
                 outcome = measure(a, b, "--model", "m", "--warmup", "0", *flags, prompts=["one", "two"])
-                self.assertEqual((outcome.code, [(r["completed"], r["failed"]) for r in outcome.records]), (1, [(2, 0), (0, 2)]))
+                self.assertEqual(outcome.code, 1)
+                self.assertEqual((outcome.records[0]["failed"], outcome.records[1]["completed"]), (0, 0))
+                self.assertIn("a null removes a field", outcome.records[1]["first_error"])
 
-    def test_a_refusal_before_anything_was_measured_ends_it(self):
-        with canned(REFUSED) as a, FakeServer("plain") as b:
-            outcome = measure(a, b, "--model", "m", "--warmup", "0", prompts=["one", "two"])
-        self.assertEqual((outcome.code, outcome.records), (2, []))
+    def test_a_first_request_that_is_refused_ends_it_while_no_server_has_answered_twice(self):
+        for bad_first in (True, False):
+            with canned(REFUSED) as bad, FakeServer("plain") as good:
+                outcome = measure(*((bad, good) if bad_first else (good, bad)), "--model", "m", "--warmup", "0", *SAVE,
+                                  prompts=["one", "two"])
+            self.assertEqual((outcome.code, outcome.records), (2, []))
+            self.assertIn("a null removes a field", outcome.err)
+            self.assertEqual("run.jsonl" in outcome.files, not bad_first)
 
     def test_ctrl_c_while_alarms_are_looked_for_loses_nothing(self):
         with FakeServer("plain") as a, FakeServer("plain") as b, \
@@ -86,6 +92,22 @@ class Kept(unittest.TestCase):
         lines, trouble, stopped = ms.append_or_show("/dev/full", [{"label": "x"}])
         self.assertEqual((lines, stopped), (['{"label": "x"}'], False))
         self.assertIn("/dev/full: No space left", trouble)
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
+    def test_what_went_wrong_with_the_run_file_is_said_beside_what_else_went_wrong(self):
+        recorder = ms.Recorder(lambda words: None, mock.Mock(write=mock.Mock(side_effect=OSError(28, "No space left"))))
+        recorder.write({"kind": "run"})
+        server = mock.Mock(endpoint=ms.Endpoint("baseline", "http://x/v1", "http://x"))
+        with mock.patch.object(ms, "warm_up", return_value=[None]), mock.patch.object(ms, "conditions_of", return_value={}), \
+                mock.patch.object(ms, "measure_level", side_effect=[mock.Mock(interrupted=False), ms.MeasureError("no threads")]):
+            ms.measure_levels(mock.Mock(warmup=0, concurrency=[1, 300]), [], [server], recorder)
+        self.assertRegex(recorder.trouble, "run file could not be written.*no threads")
+
+    def test_ctrl_c_while_calibrate_appends_is_an_interruption(self):
+        with mock.patch.object(ms, "measure_reference", return_value=(mock.Mock(result=ms.Result([], [])), [])), \
+                mock.patch.object(ms, "calibration_rows", return_value=[]), mock.patch.object(ms, "cpu_share", return_value=1.0), \
+                mock.patch.object(ms, "append_records", side_effect=KeyboardInterrupt):
+            self.assertEqual(run_main("calibrate", "--labbook", "book.md").code, 130)
 
     def test_a_level_named_twice_is_refused_since_a_run_file_could_not_tell_them_apart(self):
         with FakeServer("plain") as a:
@@ -138,6 +160,13 @@ class FailuresAreNoSpeed(unittest.TestCase):
 
     def test_a_text_that_lacks_a_piece_is_not_compared(self):
         self.failed(b'data: {"choices": [{"index": 0, "delta": {"content": " mid\n\n', "lacks a piece")
+
+    def test_what_only_looks_like_a_failure_is_none(self):
+        for piece in (b"event: errors-none\ndata: {}\n\n", b"event: error\n\n", b'data: {"message": "x", "choices": [{"index": 0}]}\n\n',
+                      b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: {"usage": {"pro\n\n'):
+            raw = http(self.TEXT + piece + self.END, "text/event-stream")
+            outcome = measure_canned(http(stream(), "text/event-stream"), raw)
+            self.assertEqual((outcome.code, outcome.endpoint("speculative")["completed"]), (0, 2), piece)
 
     def test_a_comment_or_a_ping_between_events_harms_nothing(self):
         raw = http(self.TEXT + b": ping\n\ndata: ping\n\nevent: ping\ndata: \n\n" + self.END, "text/event-stream")

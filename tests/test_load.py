@@ -252,9 +252,12 @@ class Crossover(unittest.TestCase):
     def test_a_crossover_that_the_intervals_do_not_show_is_said_to_be_unsure(self):
         for levels, is_sure in ((((1, 1.8), (4, 0.9)), True), (((1, 1.8), (4, 0.99)), False), (((1, 1.02), (4, 0.9)), False),
                                 (((1, 0.98), (4, 1.01)), False), (((1, 1.8), (4, 1.01)), False), (((1, 1.8), (4, 1.2)), True),
-                                (((1, 1.8), (4, 0.9), (8, 0.99)), True)):
+                                (((1, 1.8), (4, 0.9), (8, 0.99)), True), (((1, 1.8), (4, None)), False)):
             with self.subTest(levels):
                 self.assertEqual("not sure" not in self.lines(*levels), is_sure)
+
+    def test_levels_without_any_ratio_show_no_crossover(self):
+        self.assertIn("Crossover: not known (not sure", self.lines((1, None), (4, None)))
 
     def test_the_level_to_decide_by_is_named(self):
         self.assertRegex(self.lines((1, 1.8), (4, 0.9)), r"(?i)decide by the level")

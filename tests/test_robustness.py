@@ -909,7 +909,7 @@ class WordsThatContradict(unittest.TestCase):
         self.assertIsNone(records["gated"]["predicted"])
         parts = {part.split(" ")[0]: part for part in outcome.out.split("\n== ")}
         self.assertIn("advice below rests on this fit", parts["k4"])
-        self.assertIn("Fitted over 2 candidates of different chain length", parts["gated"])
+        self.assertIn("Fitted over 2 candidates: verifying", parts["gated"])
         self.assertNotIn("advice below", parts["gated"])
 
     def test_acceptance_that_is_known_is_not_called_missing_where_the_step_cost_is(self):

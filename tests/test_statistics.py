@@ -83,8 +83,8 @@ class Estimates(unittest.TestCase):
         self.assertAlmostEqual(found.low, math.exp(0.2 - half), delta=1e-8)
         self.assertAlmostEqual(found.high, math.exp(0.2 + half), delta=1e-8)
         self.assertEqual(found.prompts, 3)
-        self.assertEqual(set(found.to_json()), {"ratio", "low", "high", "level", "prompts"})
-        self.assertEqual(found.to_json()["level"], 0.95)
+        self.assertEqual(set(ms.as_json(found)), {"ratio", "low", "high", "level", "prompts"})
+        self.assertEqual(ms.as_json(found)["level"], 0.95)
 
     def test_repeats_of_a_prompt_collapse_to_their_median(self):
         self.assertEqual(ms.over_prompts([[0.1, 0.1, 9.0], [0.3, -5.0, 0.3]]), ms.over_prompts([[0.1], [0.3]]))
