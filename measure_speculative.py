@@ -566,6 +566,8 @@ def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
         return f"no answer within {timeout_s:g} s; is it overloaded? A longer limit: --timeout"
     if isinstance(reason, ConnectionRefusedError):
         return "connection refused; is the server running, and is the port right?"
+    if getattr(reason, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        return "this machine allows no more open connections; lower --concurrency, or raise its limit (ulimit -n)"
     if isinstance(reason, (socket.gaierror, UnicodeError)):
         return "the host name is not known"
     if isinstance(reason, (ConnectionError, http.client.IncompleteRead)):
@@ -739,7 +741,7 @@ class AnswerBuilder:
     def _dispatch(self, data: list[bytes], at: float, failed: bool) -> None:
         text, damaged = _decoded(b"\n".join(data).strip())
         self.undecodable |= damaged
-        if text == "[DONE]":
+        if text == "[DONE]" and not failed:
             self.done, self.last_at = True, at
             return
         event = None
@@ -747,17 +749,18 @@ class AnswerBuilder:
             event = json.loads(text)
         except (ValueError, RecursionError) as error:
             self.unreadable += bool(text)
-            is_damaged = isinstance(error, json.JSONDecodeError) and text.startswith("{")
-            self.lacks_a_piece |= is_damaged and self.finish_reason is None
+            is_cut = isinstance(error, json.JSONDecodeError) and bool(re.search(r"[{}\"]", text))  # not a mere "ping"
+            self.lacks_a_piece |= (is_cut or '"content"' in text) and self.finish_reason is None
         if event is not None or failed:
             self.add({"error": event or text or "no reason given"} if failed else event, at)
 
     def add(self, event: Any, at: float) -> None:
         """Take in one event; RequestFailed for an error object, whatever came before it."""
         event, self.last_at = as_dict(event), at
-        complaint = event.get("error") or event.get("detail") or event.get("message")
-        if event.get("error") or (complaint and not event.get("choices") and not event.get("usage")):
-            said = one_line(redacted(f"sent an error instead of an answer: {said_in(complaint)}", self.key))
+        complaint = event.get("error") or ("choices" not in event and (event.get("message") or event.get("detail")))
+        if complaint or "error" in (event.get("object"), event.get("type")):
+            words = said_in(event.get("error") or event)
+            said = one_line(redacted(f"sent an error instead of an answer: {words}", self.key))
             raise RequestFailed(said + "; see the server's log")
         self.usage = as_dict(event.get("usage")) or self.usage
         choices = event.get("choices")
@@ -794,7 +797,7 @@ class AnswerBuilder:
                                 "characters had come); did the server stop or crash? See its log")
         if self.lacks_a_piece:
             raise RequestFailed("sent a stream with a damaged event, so its text lacks a piece; see the server's log")
-        if self.finish_reason in ("error", "abort"):
+        if re.search(r"(?i)error|abort|cancel|timed?.?out|fail", self.finish_reason or ""):
             raise RequestFailed(f"gave up, with the finish reason {self.finish_reason}; see the server's log")
         if self.unreadable and not (content or reasoning):
             raise RequestFailed("sent a stream that cannot be read: no event of it is JSON")
@@ -3811,6 +3814,17 @@ def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     return arms
 
 
+def check_secrets(words: Sequence[str]) -> None:
+    """UsageError if the key stands in the command line too: it would come into messages and the notebook."""
+    named = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""])
+             if word.partition("=")[0] == "--api-key-env"]
+    for variable in ["SPEC_API_KEY", *named]:
+        key = os.environ.get(variable, "").strip()
+        if len(key) >= SECRET_LENGTH and any(key in word for word in words):
+            raise UsageError(f"the key in {variable} stands in the command line too, where every program can read it; "
+                             "leave it out there")
+
+
 def api_key(variable: str) -> str:
     """The key from the environment, "" where there is none.  UsageError, without showing it, if it cannot be sent."""
     key = os.environ.get(variable, "").strip()
@@ -4033,7 +4047,7 @@ def measure_level(args: argparse.Namespace, prompts: Sequence[Prompt], endpoints
         if not interrupted and runs[0].arm == "baseline":
             triage_texts(runs, endpoints[0], prompts, args.triage, recorder, triage)
         result = result_of(begun, args.label, args.min_gain, triage)
-    except KeyboardInterrupt:  # all is measured; only a second one gives it up
+    except KeyboardInterrupt:  # all is measured: it must not be lost
         interrupted, result = True, result_of(begun, args.label, args.min_gain, triage)
     return Measured(result, runs, interrupted)
 
@@ -4371,6 +4385,8 @@ def calibrate_command(argv: Sequence[str]) -> int:
                               else ([], None, False))
     bad = [row["quantity"] for row in rows if not row["within"]]
     fit = not bad and share >= 0.9
+    if unkept:
+        say_on_stderr(unkept)
     if args.json:
         print_lines([json.dumps({"quantities": rows, "cpu_share": share, "fit": fit})])
     else:
@@ -4379,7 +4395,6 @@ def calibrate_command(argv: Sequence[str]) -> int:
         print_lines(calibration_lines(rows) + said)
     if unkept:
         print_lines(lines)
-        say_on_stderr(unkept)
         return INTERRUPTED if stopped else COULD_NOT_MEASURE
     if share < 0.9:
         say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {share:.0%} of one when it asked "
@@ -4476,8 +4491,12 @@ def calibration_lines(rows: Sequence[JSON]) -> list[str]:
 
 def reference_server_command(argv: Sequence[str]) -> int:
     """reference-server CONFIG: not for users; `calibrate` starts it."""
-    config = loads(argv[0])
-    return serve_reference(Reference(**{**config, "planted": config["planted"] and tuple(config["planted"])}))
+    try:
+        config = loads(argv[0])
+        reference = Reference(**{**config, "planted": config["planted"] and tuple(config["planted"])})
+    except DAMAGED:
+        raise UsageError("reference-server is not for users; see calibrate --help") from None
+    return serve_reference(reference)
 
 
 def say_on_stderr(words: str) -> None:
@@ -4525,25 +4544,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def end_like_ctrl_c() -> None:
-    """Let a stopped service or a lost terminal end a measurement as Ctrl-C does: what was finished is kept."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    """Let a stopped service or a lost terminal end a measurement as Ctrl-C does: what was finished is kept.
+
+    More of them within 10 s do nothing, so that an impatient hand does not lose what is just being recorded.
+    """
+    last = -math.inf
 
     def end(number: int, frame: Any) -> None:
-        for other in numbers:  # one is often followed by the other at once
-            signal.signal(other, lambda number, frame: None)
-        raise KeyboardInterrupt
+        nonlocal last
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            raise KeyboardInterrupt
 
-    for number in numbers:
-        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
-            signal.signal(number, end)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:  # not under nohup
+            signal.signal(getattr(signal, name), end)
 
 
 def run_command(words: list[str]) -> int:
     """Run one command; the only place that turns errors into text."""
     command = words.pop(0) if words and words[0] in COMMANDS else "measure"
     try:
+        check_secrets(words)
         if command == "measure" and words and not words[0].startswith("-"):
             shown = [name for name in COMMANDS if name != "reference-server"]
             raise UsageError(f"unknown command {words[0]}; the commands are {', '.join(shown)}")

@@ -1,5 +1,6 @@
 """What was measured is kept whatever ends it, what failed is no speed, and what cannot be is refused in one line."""
 
+import errno
 import json
 import os
 import pathlib
@@ -148,21 +149,32 @@ class FailuresAreNoSpeed(unittest.TestCase):
     def test_an_error_in_a_stream_is_a_failure_however_it_is_spelled(self):
         for piece in (b"error: out of memory\n\n", b'event: error\ndata: {"message": "out of memory", "code": 500}\n\n',
                       b"event: error\ndata: out of memory\n\n", b'data: {"detail": "out of memory"}\n\n',
-                      b'data: {"message": "out of memory"}\n\n', b'error: {"message": "out of memory"}\n\n'):
+                      b'data: {"message": "out of memory"}\n\n', b'error: {"message": "out of memory"}\n\n',
+                      b'data: {"usage": {"completion_tokens": 3}, "message": "out of memory"}\n\n'):
             with self.subTest(piece):
                 self.failed(piece, "sent an error instead of an answer: out of memory")
 
+    def test_an_error_without_words_is_a_failure_too(self):
+        for piece in (b'data: {"object": "error", "code": 500}\n\n', b'data: {"type": "error", "code": 500}\n\n',
+                      b"event: error\ndata: [DONE]\n\n", b"event: error\ndata: null\n\n"):
+            with self.subTest(piece):
+                self.failed(piece, "sent an error instead of an answer: ")
+
     def test_a_server_that_gave_up_has_not_answered(self):
-        for reason in ("error", "abort"):
+        for reason in ('"error"', '"abort"', '"ERROR"', '"cancelled"', '"timed_out"', '{"type": "abort"}'):
             with self.subTest(reason):
-                self.failed(b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "%s"}]}\n\n' % reason.encode(),
-                            "gave up, with the finish reason " + reason)
+                self.failed(b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": %s}]}\n\n' % reason.encode(),
+                            "gave up, with the finish reason ")
 
     def test_a_text_that_lacks_a_piece_is_not_compared(self):
-        self.failed(b'data: {"choices": [{"index": 0, "delta": {"content": " mid\n\n', "lacks a piece")
+        piece = b'{"choices": [{"index": 0, "delta": {"content": " mid"}, "x": %s}]}'
+        for damaged in (piece[:48], piece[9:] % b"1", piece % (b"9" * 5000), piece % (b"[" * 100000 + b"]" * 100000)):
+            with self.subTest(damaged[:60]):
+                self.failed(b"data: " + damaged + b"\n\n", "lacks a piece")
 
     def test_what_only_looks_like_a_failure_is_none(self):
         for piece in (b"event: errors-none\ndata: {}\n\n", b"event: error\n\n", b'data: {"message": "x", "choices": [{"index": 0}]}\n\n',
+                      b'data: {"message": "x", "choices": []}\n\n',
                       b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: {"usage": {"pro\n\n'):
             raw = http(self.TEXT + piece + self.END, "text/event-stream")
             outcome = measure_canned(http(stream(), "text/event-stream"), raw)
@@ -282,6 +294,28 @@ class Refused(unittest.TestCase):
             outcome = run_main(*words)
             self.assertEqual((outcome.code, outcome.err.count("\n"), outcome.out), (2, 1, ""), outcome.err)
             self.assertIn("--help", outcome.err)
+
+    def test_a_key_that_was_typed_into_the_command_line_is_shown_and_recorded_nowhere(self):
+        key = "sk-a-long-secret-key"
+        with FakeServer("plain") as server:
+            for words, env in ((("--bogus=" + key,), "SPEC_API_KEY"), (("--label", key), "SPEC_API_KEY"), ((key,), "SPEC_API_KEY"),
+                               (("--api-key-env", "OTHER", "--model", key), "OTHER"), (("--api-key-env=OTHER", "--engine", key), "OTHER")):
+                outcome = measure(server, None, *words, env={env: key}, prompts=["one"])
+                said = outcome.out + outcome.err + b"".join(outcome.files.values()).decode()
+                self.assertEqual((outcome.code, key in said), (2, False), words)
+        self.assertEqual(server.requests, [])
+
+    def test_a_limit_of_this_machine_is_not_blamed_on_the_server(self):
+        for number in (errno.EMFILE, errno.ENFILE):
+            with FakeServer("plain") as server, mock.patch.object(ms, "complete", side_effect=ms.RequestFailed(
+                    ms._connection_trouble(OSError(number, "Too many open files"), 1.0, ""))):
+                outcome = measure(server, None, "--warmup", "0", prompts=["one"])
+            self.assertRegex(outcome.err, "this machine allows no more open connections; lower --concurrency")
+
+    def test_the_command_that_is_not_for_users_says_so(self):
+        for words in ((), ("x",), ("{}",), ("[]",)):
+            outcome = run_main("reference-server", *words)
+            self.assertEqual((outcome.code, outcome.err.count("\n")), (2, 1), outcome.err)
 
     def test_a_key_with_quotes_stays_secret_in_errors_that_are_objects(self):
         key = "k'e\"y-se<c>r&et12/3\\4"
