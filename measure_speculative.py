@@ -65,8 +65,6 @@ It cannot tell you whether the text is *good*, nor how other prompts, another ma
 behave: it measures what it was given, and says how far that carries.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -106,7 +104,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
 # ---- constants and errors ---------------------------------------------------------------------------------
 
@@ -155,7 +153,7 @@ class UsageError(MeasureError):
 class RequestFailed(MeasureError):
     """One request brought no usable answer; `status` is the HTTP status, None where none came."""
 
-    def __init__(self, message: str, status: int | None = None, retry_after: str | None = None) -> None:
+    def __init__(self, message: str, status: Optional[int] = None, retry_after: Optional[str] = None) -> None:
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
 
@@ -169,27 +167,27 @@ def as_dict(value: Any) -> JSON:
     return value if isinstance(value, dict) else {}
 
 
-def as_number(value: Any) -> float | None:
+def as_number(value: Any) -> Optional[float]:
     """A number as a server sent it, else None; NaN, infinity and what is too large for any measurement are none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18:
         return None
     return float(value)
 
 
-def as_count(value: Any) -> int | None:
+def as_count(value: Any) -> Optional[int]:
     """A count as a server sent it, None for what is not a whole number of at least 0."""
     number = as_number(value)
     return int(number) if number is not None and number >= 0 and number.is_integer() else None
 
 
-def ratio_of(numerator: float | None, denominator: float | None) -> float | None:
+def ratio_of(numerator: Optional[float], denominator: Optional[float]) -> Optional[float]:
     """The quotient, or None where a side is unknown or the denominator is not above 0."""
     if numerator is None or denominator is None or denominator <= 0:
         return None
     return numerator / denominator
 
 
-def sum_known(values: Iterable[int | None]) -> int | None:
+def sum_known(values: Iterable[Optional[int]]) -> Optional[int]:
     """The sum, None as soon as one value is unknown."""
     total = 0
     for value in values:
@@ -399,7 +397,7 @@ class Endpoint:
     request: JSON = field(default_factory=dict)
     stream: bool = True
     timeout_s: float = 300.0
-    metrics_url: str | None = None
+    metrics_url: Optional[str] = None
     engine: str = "unknown"
     served: tuple[str, ...] = ()  # the models that it lists
 
@@ -415,15 +413,15 @@ class Answer:
 
     content: str
     reasoning: str
-    finish_reason: str | None
+    finish_reason: Optional[str]
     latency_s: float
-    ttft_s: float | None = None
-    decode_s: float | None = None
-    decode_tokens: int | None = None
-    decode_source: str | None = None  # "timings", "stream", or "stream-approximate"
-    completion_tokens: int | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
+    ttft_s: Optional[float] = None
+    decode_s: Optional[float] = None
+    decode_tokens: Optional[int] = None
+    decode_source: Optional[str] = None  # "timings", "stream", or "stream-approximate"
+    completion_tokens: Optional[int] = None
+    prompt_tokens: Optional[int] = None
+    cached_tokens: Optional[int] = None
     statistics: JSON = field(default_factory=dict)
     streamed: bool = False
     undecodable: bool = False
@@ -601,7 +599,7 @@ def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def exchange(url: str, key: str, timeout_s: float, read: Callable[[http.client.HTTPResponse], Any],
-             body: JSON | None = None) -> Any:
+             body: Optional[JSON] = None) -> Any:
     """What `read` makes of the response to a GET, or to a POST of `body`; RequestFailed says why there is none."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
@@ -713,10 +711,10 @@ class AnswerBuilder:
     def __init__(self, started: float, key: str = "") -> None:
         self.started, self.key = started, key
         self.texts: dict[str, list[str]] = {"content": [], "reasoning": []}
-        self.finish_reason: str | None = None
+        self.finish_reason: Optional[str] = None
         self.usage, self.statistics = JSON(), JSON()
-        self.first_at = self.last_text_at = self.last_at = None  # type: float | None
-        self.first_tokens: int | None = None
+        self.first_at = self.last_text_at = self.last_at = None  # type: Optional[float]
+        self.first_tokens: Optional[int] = None
         self.done = self.undecodable = self.several_choices = self.lacks_a_piece = False
         self.unreadable = 0
 
@@ -815,8 +813,8 @@ class AnswerBuilder:
         )
 
     def _decode_time(
-        self, timings: JSON, tokens: int | None, streamed: bool
-    ) -> tuple[float | None, int | None, str | None]:
+        self, timings: JSON, tokens: Optional[int], streamed: bool
+    ) -> tuple[Optional[float], Optional[int], Optional[str]]:
         """(seconds, tokens made in them, source): the server's own clock where it tells it, else the stream's."""
         told_ms, told_n = as_number(timings.get("predicted_ms")), as_count(timings.get("predicted_n"))
         if told_ms and 1e-6 < told_ms < 1e12 and told_n and told_n > 1:
@@ -838,7 +836,7 @@ def _lines(first: bytes, pieces: Iterator[bytes]) -> Iterator[tuple[bytes, float
     Lines that came together have one time: a stream that a proxy held back must not look like fast decoding.
     """
     rest, after_return, at = bytearray(), False, time.perf_counter()
-    piece: bytes | None = first[3:] if first.startswith(b"\xef\xbb\xbf") else first
+    piece: Optional[bytes] = first[3:] if first.startswith(b"\xef\xbb\xbf") else first
     try:
         while piece is not None:
             if after_return and piece[:1] == b"\n":
@@ -894,7 +892,7 @@ class Sample(NamedTuple):
         """What tells a series from others."""
         return self.name, self.labels
 
-    def label(self, *names: str) -> str | None:
+    def label(self, *names: str) -> Optional[str]:
         """The value of the first of these labels that the sample has."""
         return next((value for name, value in self.labels if name in names), None)
 
@@ -954,11 +952,11 @@ _MEMORY = re.compile(r"vllm:cache_config_info$|process_resident_memory_bytes$")
 class Snapshot:
     """What a metrics page said of speculation at one moment; no samples and a reason where it said nothing."""
 
-    samples: tuple[Sample, ...] | None
-    unavailable: str | None = None
-    process: str | None = None  # changes when the server is restarted
+    samples: Optional[tuple[Sample, ...]]
+    unavailable: Optional[str] = None
+    process: Optional[str] = None  # changes when the server is restarted
 
-    def total(self, names: re.Pattern[str]) -> float | None:
+    def total(self, names: re.Pattern[str]) -> Optional[float]:
         """Sum over the samples whose name matches, None where there are none."""
         values = [sample.value for sample in self.samples or () if names.match(sample.name)]
         return sum(values) if values else None
@@ -968,8 +966,8 @@ class Snapshot:
 class Growth:
     """How far counters grew between two snapshots (samples with the growth as value), or why that is unknown."""
 
-    samples: tuple[Sample, ...] | None
-    void: str | None = None
+    samples: Optional[tuple[Sample, ...]]
+    void: Optional[str] = None
     reset: bool = False
 
 
@@ -1064,7 +1062,7 @@ def is_rounded(sample: Sample) -> bool:
     return "llamacpp" in sample.name and sample.value >= 1e6 and position_of(sample) is None
 
 
-def block_growth(before: Snapshot, after: Snapshot, received: int | None) -> Growth:
+def block_growth(before: Snapshot, after: Snapshot, received: Optional[int]) -> Growth:
     """The growth around a block; void also where fewer tokens were counted than this program received meanwhile."""
     growth = counter_growth(before, after)
     generated = generated_tokens(growth)
@@ -1086,13 +1084,13 @@ def added_growth(parts: Sequence[Growth]) -> Growth:
     return Growth(tuple(total.values())) if parts else Growth(None, "no metrics were read")
 
 
-def position_of(sample: Sample) -> int | None:
+def position_of(sample: Sample) -> Optional[int]:
     """The draft position that a per-position series counts, 0-based."""
     text = sample.label("position", "token_position")
     return int(text) if text is not None and re.fullmatch(r"[0-9]{1,4}", text) else None
 
 
-def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: int | None) -> Snapshot:
+def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: Optional[int]) -> Snapshot:
     """The page once two reads agree and the tokens generated have reached those received; 3 s at most."""
     after = metrics_snapshot(endpoint)
     give_up = time.monotonic() + SETTLE_LIMIT_S
@@ -1107,7 +1105,7 @@ def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: int | None)
     return after
 
 
-def generated_tokens(growth: Growth) -> float | None:
+def generated_tokens(growth: Growth) -> Optional[float]:
     """Tokens that the server says it generated meanwhile, None where its page does not tell."""
     found = [s for s in growth.samples or () if _GENERATED.match(s.name)]
     return sum(s.value for s in found) if found and all(s.kind != "rounded" for s in found) else None
@@ -1124,16 +1122,16 @@ class Acceptance:
     """
 
     source: str
-    steps: int | None = None  # verification steps that had a draft
-    drafted: int | None = None
-    accepted: int | None = None
-    per_position: tuple[int, ...] | None = None
-    rejections: int | None = None  # steps that ended in one; else derived from the positions
-    tokens: int | None = None  # of the answers in which they were drafted
+    steps: Optional[int] = None  # verification steps that had a draft
+    drafted: Optional[int] = None
+    accepted: Optional[int] = None
+    per_position: Optional[tuple[int, ...]] = None
+    rejections: Optional[int] = None  # steps that ended in one; else derived from the positions
+    tokens: Optional[int] = None  # of the answers in which they were drafted
     answers: int = 0
 
 
-def from_timings(statistics: JSON) -> Acceptance | None:
+def from_timings(statistics: JSON) -> Optional[Acceptance]:
     """llama.cpp, ik_llama.cpp, mlx-vlm (which also tells its rounds) and servers that copied their `timings`."""
     timings = as_dict(statistics.get("timings"))
     drafted, accepted = as_count(timings.get("draft_n")), as_count(timings.get("draft_n_accepted"))
@@ -1157,7 +1155,7 @@ HISTOGRAM_BLOCKS = (
 )
 
 
-def from_histogram_block(statistics: JSON) -> Acceptance | None:
+def from_histogram_block(statistics: JSON) -> Optional[Acceptance]:
     """vLLM, SGLang, TensorRT-LLM: h[j] steps had exactly j drafts accepted, so position i has the sum over j > i."""
     for path, *names, histogram in HISTOGRAM_BLOCKS:
         block = functools.reduce(lambda outer, name: as_dict(outer.get(name)), path, statistics)
@@ -1170,27 +1168,27 @@ def from_histogram_block(statistics: JSON) -> Acceptance | None:
     return None
 
 
-def _from_rejected(block: JSON, accepted_name: str, rejected_name: str) -> Acceptance | None:
+def _from_rejected(block: JSON, accepted_name: str, rejected_name: str) -> Optional[Acceptance]:
     accepted, rejected = as_count(block.get(accepted_name)), as_count(block.get(rejected_name))
     if accepted is None or rejected is None:
         return None
     return Acceptance("response", None, accepted + rejected, accepted)
 
 
-def from_lm_studio(statistics: JSON) -> Acceptance | None:
+def from_lm_studio(statistics: JSON) -> Optional[Acceptance]:
     """LM Studio's `stats`; drafts it ignored were never verified and do not count as drafted."""
     return _from_rejected(as_dict(statistics.get("stats")), "accepted_draft_tokens_count",
                           "rejected_draft_tokens_count")
 
 
-def from_usage_details(statistics: JSON) -> Acceptance | None:
+def from_usage_details(statistics: JSON) -> Optional[Acceptance]:
     """tabbyAPI and gateways; many servers that never draft send both fields as 0, which tells nothing."""
     found = _from_rejected(as_dict(statistics.get("usage_details")), "accepted_prediction_tokens",
                            "rejected_prediction_tokens")
     return found if found and found.drafted else None
 
 
-def from_koboldcpp(statistics: JSON) -> Acceptance | None:
+def from_koboldcpp(statistics: JSON) -> Optional[Acceptance]:
     """KoboldCpp's page on its last generation: one failure is one round that ended in a rejection, not one token."""
     perf = as_dict(statistics.get("perf"))
     accepted, failures = as_count(perf.get("last_draft_success")), as_count(perf.get("last_draft_failed"))
@@ -1202,13 +1200,13 @@ def from_koboldcpp(statistics: JSON) -> Acceptance | None:
 ANSWER_SOURCES = (from_timings, from_histogram_block, from_lm_studio, from_usage_details, from_koboldcpp)
 
 
-def _counted(samples: Sequence[Sample], name: str) -> int | None:
+def _counted(samples: Sequence[Sample], name: str) -> Optional[int]:
     """Sum over the series of a counter, named with or without `_total`; None if there are none, or one is rounded."""
     found = [s for s in samples if s.name in (name, name + "_total") and position_of(s) is None]
     return round(sum(s.value for s in found)) if found and all(s.kind != "rounded" for s in found) else None
 
 
-def _positions(samples: Sequence[Sample], name: str) -> tuple[int, ...] | None:
+def _positions(samples: Sequence[Sample], name: str) -> Optional[tuple[int, ...]]:
     """Counts by draft position, positions in numeric order."""
     counts: dict[int, float] = {}
     for s in samples:
@@ -1218,7 +1216,7 @@ def _positions(samples: Sequence[Sample], name: str) -> tuple[int, ...] | None:
     return tuple(round(counts.get(i, 0.0)) for i in range(max(counts) + 1)) if counts else None
 
 
-def from_draft_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
+def from_draft_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
     """llama.cpp, vLLM, LMDeploy, and gateways that rename them: drafts, drafted, accepted and accepted per position."""
     for prefix in ("llamacpp:", "vllm:", "lmdeploy:", "lemonade_llamacpp_"):
         stem = prefix + "spec_decode_num_"
@@ -1231,7 +1229,7 @@ def from_draft_counters(samples: Sequence[Sample], answers: int) -> Acceptance |
     return None
 
 
-def from_old_vllm_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
+def from_old_vllm_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
     """vLLM before its rewrite: emitted = accepted + one token of the target's own per step."""
     emitted = _counted(samples, "vllm:spec_decode_num_emitted_tokens")
     accepted = _counted(samples, "vllm:spec_decode_num_accepted_tokens")
@@ -1240,7 +1238,7 @@ def from_old_vllm_counters(samples: Sequence[Sample], answers: int) -> Acceptanc
     return Acceptance("metrics", emitted - accepted, _counted(samples, "vllm:spec_decode_num_draft_tokens"), accepted)
 
 
-def from_old_llama_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
+def from_old_llama_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
     """llama.cpp forks and unmerged builds under two older spellings."""
     for drafted, accepted in (("draft_tokens", "draft_tokens_accepted"),
                               ("spec_tokens_drafted", "spec_tokens_accepted")):
@@ -1250,7 +1248,7 @@ def from_old_llama_counters(samples: Sequence[Sample], answers: int) -> Acceptan
     return None
 
 
-def from_sglang_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
+def from_sglang_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
     """SGLang counts verification steps only: every step gives its accepted drafts and one token more."""
     steps = _counted(samples, "sglang:spec_verify_calls")
     if steps is None:
@@ -1260,7 +1258,7 @@ def from_sglang_counters(samples: Sequence[Sample], answers: int) -> Acceptance 
     return Acceptance("metrics", steps, None, max(accepted, 0) if accepted is not None else None)
 
 
-def from_tensorrt_counters(samples: Sequence[Sample], answers: int) -> Acceptance | None:
+def from_tensorrt_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
     """TensorRT-LLM: two families count the same tokens at different moments, so one of them is used, never both."""
     stem = "trtllm_spec_decode_"
     positions = _positions(samples, stem + "accepted_tokens")
@@ -1273,7 +1271,7 @@ def from_tensorrt_counters(samples: Sequence[Sample], answers: int) -> Acceptanc
     return Acceptance("metrics", None, sum(by_position), sum(positions), positions)
 
 
-def from_tgi_histogram(samples: Sequence[Sample], answers: int) -> Acceptance | None:
+def from_tgi_histogram(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
     """TGI records accepted tokens once per generation step, the prefill of each answer included."""
     stem = "tgi_request_skipped_tokens_"
     count, total = _counted(samples, stem + "count"), _counted(samples, stem + "sum")
@@ -1297,12 +1295,12 @@ COUNTER_SOURCES = (
 )
 
 
-def acceptance_of_answer(statistics: JSON) -> Acceptance | None:
+def acceptance_of_answer(statistics: JSON) -> Optional[Acceptance]:
     """What one answer tells of its drafts; engines are told apart by the shape of what they send."""
     return next((found for source in ANSWER_SOURCES if (found := source(statistics))), None)
 
 
-def acceptance_of_counters(growth: Growth, answers: int) -> Acceptance | None:
+def acceptance_of_counters(growth: Growth, answers: int) -> Optional[Acceptance]:
     """What a server's counters tell of the drafts of `answers` answers."""
     samples = growth.samples or ()
     found = next((found for source in COUNTER_SOURCES if (found := source(samples, answers))), None)
@@ -1311,7 +1309,7 @@ def acceptance_of_counters(growth: Growth, answers: int) -> Acceptance | None:
     return found
 
 
-def added_acceptance(parts: Sequence[Acceptance]) -> Acceptance | None:
+def added_acceptance(parts: Sequence[Acceptance]) -> Optional[Acceptance]:
     """The sum; a figure that one part lacks is unknown in the sum."""
     if not parts:
         return None
@@ -1323,7 +1321,8 @@ def added_acceptance(parts: Sequence[Acceptance]) -> Acceptance | None:
                       sum_known(part.rejections for part in parts))
 
 
-def joined_acceptance(answers: Acceptance | None, counters: Acceptance | None) -> tuple[Acceptance | None, str | None]:
+def joined_acceptance(answers: Optional[Acceptance],
+                      counters: Optional[Acceptance]) -> tuple[Optional[Acceptance], Optional[str]]:
     """(the best of both, disagreement): answers are immune to other clients; counters fill in what answers lack."""
     if answers is None or counters is None:
         return answers or counters, None
@@ -1337,7 +1336,7 @@ def joined_acceptance(answers: Acceptance | None, counters: Acceptance | None) -
     return replace(answers, source=source, **missing), None
 
 
-def target_steps(acceptance: Acceptance) -> int | None:
+def target_steps(acceptance: Acceptance) -> Optional[int]:
     """Steps of the target after each answer's first token: N - R - A, steps without a draft included."""
     if acceptance.tokens is None or acceptance.accepted is None:
         return None
@@ -1345,7 +1344,7 @@ def target_steps(acceptance: Acceptance) -> int | None:
     return steps if steps > 0 else None
 
 
-def full_drafts(acceptance: Acceptance, steps: int | None) -> int | None:
+def full_drafts(acceptance: Acceptance, steps: Optional[int]) -> Optional[int]:
     """The chain length k if every draft had it, but for those that the end of an answer cut short.
 
     Engines draft no more than is left of an answer: that touches about k / (tokens per step) drafts of each answer,
@@ -1359,7 +1358,7 @@ def full_drafts(acceptance: Acceptance, steps: int | None) -> int | None:
     return k if k * steps - acceptance.drafted <= cut and k <= LONGEST_CHAIN else None
 
 
-def steps_with_draft(acceptance: Acceptance) -> int | None:
+def steps_with_draft(acceptance: Acceptance) -> Optional[int]:
     """Verification steps as counted, else as many as the target's steps if all had a draft.
 
     Those are one too few for each answer whose end token was itself an accepted draft: tried where nothing else fits.
@@ -1373,14 +1372,14 @@ def steps_with_draft(acceptance: Acceptance) -> int | None:
     return max(targets, math.ceil(acceptance.drafted / k)) if k > 1 else targets
 
 
-def fixed_chain(acceptance: Acceptance) -> int | None:
+def fixed_chain(acceptance: Acceptance) -> Optional[int]:
     """The chain length k if every draft had it and nearly every step of the target a draft."""
     targets, steps = target_steps(acceptance), steps_with_draft(acceptance)
     steps_have_drafts = targets is None or steps is None or targets - steps <= acceptance.answers
     return full_drafts(acceptance, steps) if steps_have_drafts else None
 
 
-def survival(acceptance: Acceptance) -> float | None:
+def survival(acceptance: Acceptance) -> Optional[float]:
     """alpha, the probability that a *tested* draft is accepted; accepted/drafted is not that, and lower.
 
     Everything behind the first rejection of a step was drafted and never tested.
@@ -1401,7 +1400,7 @@ def survival(acceptance: Acceptance) -> float | None:
     return alpha_for_accepted(accepted / steps, chain) if chain is not None and steps else None
 
 
-def acceptance_record(acceptance: Acceptance | None) -> JSON | None:
+def acceptance_record(acceptance: Optional[Acceptance]) -> Optional[JSON]:
     """The figures of the record: rates 0 to 1, lengths in tokens, None for what is unknown."""
     if acceptance is None:
         return None
@@ -1449,8 +1448,8 @@ class Reading:
     workload: str
     repeat: int
     place: int
-    answer: Answer | None = None
-    error: str | None = None
+    answer: Optional[Answer] = None
+    error: Optional[str] = None
     waited_s: float = 0.0
 
     @property
@@ -1468,11 +1467,11 @@ class Counted:
     repeat: int
     before: Snapshot
     after: Snapshot
-    tokens: int | None
+    tokens: Optional[int]
     answers: int
     failed: int
     elapsed_s: float
-    waiting: float | None = None  # the most requests seen queueing
+    waiting: Optional[float] = None  # the most requests seen queueing
 
 
 @dataclass(frozen=True)
@@ -1484,14 +1483,14 @@ class Run:
     readings: tuple[Reading, ...]
     counted: tuple[Counted, ...]
     interrupted: bool = False
-    pairs: frozenset[Any] | None = None  # those that all arms completed; None: not compared with any
-    blocks: frozenset[Any] | None = None  # under load, those that all arms completed whole
+    pairs: Optional[frozenset[Any]] = None  # those that all arms completed; None: not compared with any
+    blocks: Optional[frozenset[Any]] = None  # under load, those that all arms completed whole
 
-    def answers(self, workload: str | None = None) -> dict[tuple[int, int], Answer]:
+    def answers(self, workload: Optional[str] = None) -> dict[tuple[int, int], Answer]:
         """What was completed, of one workload or of all, by pair."""
         return {r.pair: r.answer for r in self.readings if r.answer and workload in (None, r.workload)}
 
-    def shared(self, workload: str | None = None) -> dict[tuple[int, int], Answer]:
+    def shared(self, workload: Optional[str] = None) -> dict[tuple[int, int], Answer]:
         """The same, without what another arm did not complete."""
         mine = self.answers(workload)
         return mine if self.pairs is None else {pair: mine[pair] for pair in mine if pair in self.pairs}
@@ -1530,9 +1529,9 @@ def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "p
 class Recorder:
     """Where readings go as they are taken: kept, written to the run file at once, and shown as progress."""
 
-    def __init__(self, say: Say, file: BinaryIO | None = None, show: bool = False) -> None:
+    def __init__(self, say: Say, file: Optional[BinaryIO] = None, show: bool = False) -> None:
         self.say, self.file, self.show = say, file, show
-        self.trouble: str | None = None
+        self.trouble: Optional[str] = None
         self.answered, self.file_failed = 0, False  # answers over all levels
         self.begin((), 0)
 
@@ -1636,7 +1635,7 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
 
 
 def count_block(endpoint: Endpoint, block: Block, before: Snapshot, taken: Sequence[Reading], elapsed_s: float,
-                waiting: float | None) -> Counted:
+                waiting: Optional[float]) -> Counted:
     """What the server counted around a block, read once its counters have settled."""
     answers = [reading.answer for reading in taken if reading.answer]
     tokens = sum_known(answer.completion_tokens for answer in answers)
@@ -1647,7 +1646,7 @@ def count_block(endpoint: Endpoint, block: Block, before: Snapshot, taken: Seque
 
 
 def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], recorder: Recorder,
-                  concurrency: int) -> tuple[float, float | None]:
+                  concurrency: int) -> tuple[float, Optional[float]]:
     """A closed loop of `concurrency` requests in flight: (when the last ended, most requests seen queueing)."""
     pending: queue.SimpleQueue[Shot] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Reading, float]] = queue.SimpleQueue()
@@ -1661,7 +1660,7 @@ def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts:
                 reading = take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say)
                 done.put((reading, time.perf_counter()))
 
-    waiting: float | None = None
+    waiting: Optional[float] = None
     left, finished, look_at = len(shots), 0.0, time.monotonic() + 0.3
     try:
         for _ in range(min(concurrency, len(shots))):
@@ -1686,12 +1685,12 @@ def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts:
     return finished, waiting
 
 
-def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Answer | None]:
+def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Optional[Answer]]:
     """The last discarded answer of each endpoint.  UsageError where a server refuses the request as it is.
 
     All arms get the same requests in the same order, the warm-up included: greedy text depends on a server's history.
     """
-    answers: list[Answer | None] = [None] * len(endpoints)
+    answers: list[Optional[Answer]] = [None] * len(endpoints)
     text = "Count from one to twenty in words, separated by commas."
     prompt = Prompt("warm-up", "warm-up", ({"role": "user", "content": text},))
     for _ in range(count):
@@ -1703,7 +1702,7 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Answer 
     return answers
 
 
-def refusal(endpoint: Endpoint, error: RequestFailed) -> str | None:
+def refusal(endpoint: Endpoint, error: RequestFailed) -> Optional[str]:
     """What to do where the server refuses the request itself, so that asking again cannot help; else None."""
     if error.status not in (400, 401, 403, 404, 405, 413, 415, 422):
         return None
@@ -1737,7 +1736,7 @@ class Difference:
     speculative_tail: str
 
 
-def first_difference(baseline: str, speculative: str) -> Difference | None:
+def first_difference(baseline: str, speculative: str) -> Optional[Difference]:
     """The first place where the UTF-8 bytes differ; the byte offset may lie inside a character."""
     a, b = baseline.encode("utf-8"), speculative.encode("utf-8")
     if a == b:
@@ -1778,7 +1777,7 @@ def self_agreement(answers: dict[tuple[int, int], Answer]) -> tuple[JSON, set[in
     return result, unstable
 
 
-def divergence(reading: Reading, own: Answer, other: Answer, unstable: bool) -> JSON | None:
+def divergence(reading: Reading, own: Answer, other: Answer, unstable: bool) -> Optional[JSON]:
     """How the other server's answer differs from the baseline's `own`, as a JSON object; None where they agree."""
     for where in ("content", "reasoning"):
         found = first_difference(getattr(own, where), getattr(other, where))
@@ -1802,7 +1801,7 @@ def divergence(reading: Reading, own: Answer, other: Answer, unstable: bool) -> 
     return None
 
 
-def compare_texts(baseline: Run, candidate: Run, triage: JSON, workload: str | None = None) -> JSON:
+def compare_texts(baseline: Run, candidate: Run, triage: JSON, workload: Optional[str] = None) -> JSON:
     """The comparison of texts of one workload or of all, pair by pair; `triage` maps prompt indices to findings."""
     theirs = candidate.answers(workload)
     baseline_self, unstable = self_agreement(baseline.answers(workload))
@@ -1954,7 +1953,7 @@ def bisected(value_at: Callable[[float], float], wanted: float, low: float, high
     return high
 
 
-def alpha_needed(k: int, step_cost: float) -> tuple[str, float | None]:
+def alpha_needed(k: int, step_cost: float) -> tuple[str, Optional[float]]:
     """("alpha", the alpha at which k drafts pay for a step of this cost), or ("any", 0), or ("cannot-pay", None)."""
     check_arithmetic(k=k)
     if step_cost <= 1.0:
@@ -1964,7 +1963,7 @@ def alpha_needed(k: int, step_cost: float) -> tuple[str, float | None]:
     return "alpha", bisected(lambda alpha: expected_tokens(alpha, k), step_cost, 0.0, 1.0)
 
 
-def alpha_for_accepted(accepted_per_step: float, k: int) -> float | None:
+def alpha_for_accepted(accepted_per_step: float, k: int) -> Optional[float]:
     """The alpha with alpha + ... + alpha^k accepted drafts per step; None where no alpha gives so many."""
     if not 0.0 <= accepted_per_step <= k:
         return None
@@ -1973,7 +1972,7 @@ def alpha_for_accepted(accepted_per_step: float, k: int) -> float | None:
     return bisected(lambda alpha: expected_tokens(alpha, k), 1 + accepted_per_step, 0.0, 1.0)
 
 
-def best_chain(alpha: float, c: float) -> tuple[int | None, float]:
+def best_chain(alpha: float, c: float) -> tuple[Optional[int], float]:
     """(chain length, speed-up) with the highest expected speed-up; length 0, no draft, where none is above 1.
 
     The speed-up rises to one peak and falls.  Where it never falls, longer is always better: (None, its limit).
@@ -2008,7 +2007,7 @@ def predicted_by_chain(survivals: Sequence[float], step_cost: Callable[[int], fl
     ]
 
 
-def fitted_costs(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+def fitted_costs(points: Sequence[tuple[float, float]]) -> Optional[tuple[float, float]]:
     """(verification cost, draft cost) from (drafts per step, step cost) of several chain lengths, by least squares.
 
     Step cost = verification + drafts x draft cost, all in target steps; one chain length cannot separate them.
@@ -2028,12 +2027,12 @@ class Estimate:
     """A ratio with its 95% interval (None where there is none) and the number of prompts it rests on."""
 
     ratio: float
-    low: float | None
-    high: float | None
+    low: Optional[float]
+    high: Optional[float]
     prompts: int
 
 
-def as_json(found: Estimate | None, name: str = "ratio") -> JSON | None:
+def as_json(found: Optional[Estimate], name: str = "ratio") -> Optional[JSON]:
     """An estimate as it stands in the records; the same statistics serve a plain speed under another name."""
     if found is None:
         return None
@@ -2065,7 +2064,7 @@ def t_quantile(df: int, level: float = 0.95) -> float:
     return bisected(lambda t: t_probability(t, df), level, 0.0, 1e4)
 
 
-def estimate(logs: Sequence[float], spread: float | None, df: int, prompts: int) -> Estimate:
+def estimate(logs: Sequence[float], spread: Optional[float], df: int, prompts: int) -> Estimate:
     """exp of the mean log ratio, and its t interval from the standard deviation `spread` (None: no interval)."""
     mean = math.fsum(logs) / len(logs)
     if spread is None or df < 1:
@@ -2074,7 +2073,7 @@ def estimate(logs: Sequence[float], spread: float | None, df: int, prompts: int)
     return Estimate(math.exp(mean), math.exp(max(mean - half, -700.0)), math.exp(min(mean + half, 700.0)), prompts)
 
 
-def deviation(values: Sequence[float]) -> float | None:
+def deviation(values: Sequence[float]) -> Optional[float]:
     """The sample standard deviation, None for fewer than two values."""
     if len(values) < 2:
         return None
@@ -2082,13 +2081,13 @@ def deviation(values: Sequence[float]) -> float | None:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def over_prompts(logs: Logs) -> Estimate | None:
+def over_prompts(logs: Logs) -> Optional[Estimate]:
     """For prompts like these: repeats collapse to their median, since prompts are the sample and repeats are not."""
     medians = [median(repeats) for repeats in logs]
     return estimate(medians, deviation(medians), len(medians) - 1, len(medians)) if medians else None
 
 
-def over_repeats(logs: Logs) -> Estimate | None:
+def over_repeats(logs: Logs) -> Optional[Estimate]:
     """For exactly these prompts: the mean of all pairs, with the spread of repeats within prompts."""
     everything = [value for repeats in logs for value in repeats]
     if not everything:
@@ -2105,14 +2104,14 @@ def stall_count(logs: Logs) -> int:
     return sum(residual > STALL_CUTOFF * median(moved) for residual in moved) if moved else 0
 
 
-def verdict_of(speed: Estimate | None, min_gain: float) -> str:
+def verdict_of(speed: Optional[Estimate], min_gain: float) -> str:
     """pays, does-not-pay or undecided: only a whole interval on one side of 1 + min_gain decides."""
     if speed is None or speed.low is None or speed.high is None:
         return "undecided"
     return "pays" if speed.low > 1 + min_gain else "does-not-pay" if speed.high < 1 + min_gain else "undecided"
 
 
-def more_prompts(logs: Logs, min_gain: float) -> str | None:
+def more_prompts(logs: Logs, min_gain: float) -> Optional[str]:
     """How many more prompts might settle an undecided verdict, to one significant figure; None where unknowable.
 
     ((1.96 + 0.84) s / distance)^2 prompts give 80% power at the 5% level.
@@ -2135,23 +2134,23 @@ def more_prompts(logs: Logs, min_gain: float) -> str | None:
 class Drafts:
     """What is known of an arm's drafts in one workload or in all."""
 
-    acceptance: Acceptance | None
+    acceptance: Optional[Acceptance]
     growth: Growth
-    disagreement: str | None = None
+    disagreement: Optional[str] = None
 
     @property
-    def seen(self) -> bool | None:
+    def seen(self) -> Optional[bool]:
         """Whether the server drafted at all; None where nothing tells."""
         counts = (self.acceptance.steps, self.acceptance.drafted, self.acceptance.accepted) if self.acceptance else ()
         known = [count for count in counts if count is not None]
         return any(known) if known else None
 
-    def record(self) -> JSON | None:
+    def record(self) -> Optional[JSON]:
         """The `acceptance` of the records."""
         return acceptance_record(self.acceptance)
 
 
-def drafts_of(run: Run, workload: str | None = None) -> Drafts:
+def drafts_of(run: Run, workload: Optional[str] = None) -> Drafts:
     """Acceptance from the answers, completed by the counters where both speak of the same answers."""
     answers = run.answers(workload).values()
     blocks = [block for block in run.counted if workload in (None, block.workload)]
@@ -2183,7 +2182,7 @@ def in_common(runs: Sequence[Run]) -> list[Run]:
     return [replace(run, pairs=pairs, blocks=blocks) for run in runs]
 
 
-def spread_of(values: Sequence[float]) -> JSON | None:
+def spread_of(values: Sequence[float]) -> Optional[JSON]:
     """{p50, mean, max} of times in seconds, None where there are none."""
     if not values:
         return None
@@ -2194,17 +2193,17 @@ class Unit(NamedTuple):
     """One measured speed: of a pair, in the group of its prompt; under load of a block, a group of its own."""
 
     group: Any
-    tokens: int | None
-    seconds: float | None
-    clock: str | None = None
+    tokens: Optional[int]
+    seconds: Optional[float]
+    clock: Optional[str] = None
 
 
-def clock_of(source: str | None) -> str:
+def clock_of(source: Optional[str]) -> str:
     """The kind of clock behind a decode time: only times of one kind are compared."""
     return (source or "none").partition("-")[0]
 
 
-def units_of(run: Run, workload: str | None = None, decode: bool = False) -> dict[Any, Unit]:
+def units_of(run: Run, workload: Optional[str] = None, decode: bool = False) -> dict[Any, Unit]:
     """What the speeds of this arm are made of: the pairs, or under load the blocks, that all arms completed."""
     if run.blocks is not None and not decode:
         return {key: Unit(key, c.tokens, c.elapsed_s) for c in run.counted
@@ -2216,7 +2215,7 @@ def units_of(run: Run, workload: str | None = None, decode: bool = False) -> dic
             for pair, answer in run.shared(workload).items()}
 
 
-def log_rates(units: dict[Any, Unit], against: dict[Any, Unit] | None = None) -> list[list[float]]:
+def log_rates(units: dict[Any, Unit], against: Optional[dict[Any, Unit]] = None) -> list[list[float]]:
     """ln tokens/s of each group's units, or ln of their ratio to the same units of another arm (same clocks only)."""
     groups: dict[Any, list[float]] = {}
     for key, unit in units.items():
@@ -2231,15 +2230,15 @@ def log_rates(units: dict[Any, Unit], against: dict[Any, Unit] | None = None) ->
 class Figures:
     """Speeds of one arm over what all arms completed; None where a count or a time is unknown."""
 
-    tokens_per_s: float | None
-    decode_tokens_per_s: float | None
-    decode_source: str | None
+    tokens_per_s: Optional[float]
+    decode_tokens_per_s: Optional[float]
+    decode_source: Optional[str]
     wall_s: float
-    latency_s: JSON | None
-    ttft_s: JSON | None
+    latency_s: Optional[JSON]
+    ttft_s: Optional[JSON]
 
 
-def figures_of(run: Run, workload: str | None = None) -> Figures:
+def figures_of(run: Run, workload: Optional[str] = None) -> Figures:
     """tokens/s = tokens / time inside the requests; under load, tokens / elapsed time of the blocks."""
     units, answers = units_of(run, workload).values(), run.shared(workload).values()
     timed = [unit for unit in units_of(run, workload, decode=True).values() if unit.tokens and unit.seconds]
@@ -2254,7 +2253,8 @@ def figures_of(run: Run, workload: str | None = None) -> Figures:
     )
 
 
-def log_ratios(baseline: Run, candidate: Run, workload: str | None = None, decode: bool = False) -> list[list[float]]:
+def log_ratios(baseline: Run, candidate: Run, workload: Optional[str] = None,
+               decode: bool = False) -> list[list[float]]:
     """ln(candidate tokens/s) - ln(baseline tokens/s): a list of repeats for each prompt, or for each pair of blocks."""
     return log_rates(units_of(candidate, workload, decode), units_of(baseline, workload, decode))
 
@@ -2311,7 +2311,7 @@ def arm_findings(run: Run) -> Iterator[JSON]:
         yield finding("interrupted", f"interrupted after {plural(len(run.readings), 'request')} of this arm")
 
 
-def _foreign_tokens(run: Run) -> int | None:
+def _foreign_tokens(run: Run) -> Optional[int]:
     """How many tokens more were generated than received; None where it cannot be known, or where it is too little."""
     received = sum_known(block.tokens for block in run.counted)
     if not run.counted or received is None or run.interrupted or any(not r.answer for r in run.readings):
@@ -2335,12 +2335,12 @@ def _by_series(samples: Iterable[Sample]) -> JSON:
     return {s.series: int(s.value) if s.value == int(s.value) else s.value for s in kept}
 
 
-def spec_delta(growth: Growth) -> JSON | None:
+def spec_delta(growth: Growth) -> Optional[JSON]:
     """Growth of every speculation counter."""
     return None if growth.samples is None else _by_series(growth.samples)
 
 
-def spec_gauges(run: Run) -> JSON | None:
+def spec_gauges(run: Run) -> Optional[JSON]:
     """Speculation gauges as last read: never differenced, since they are means of a time that is not this run's."""
     samples = run.counted[-1].after.samples if run.counted else None
     if samples is None:
@@ -2397,7 +2397,7 @@ def prompts_digest(conditions: JSON) -> str:
     return hashlib.sha256("".join(prompt["sha256"] for prompt in conditions["prompts"]).encode()).hexdigest()[:16]
 
 
-def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON | None = None) -> JSON:
+def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: Optional[JSON] = None) -> JSON:
     """Why it pays or not: tokens per target step L against the cost of a step X, alpha against the alpha needed.
 
     X = speculative decode seconds per target step / baseline decode seconds per token, so L / X is the measured
@@ -2434,7 +2434,7 @@ def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: JSON
     return result
 
 
-def fit_of(explanations: Sequence[tuple[JSON, Acceptance | None]]) -> JSON | None:
+def fit_of(explanations: Sequence[tuple[JSON, Optional[Acceptance]]]) -> Optional[JSON]:
     """Verification and draft cost apart, from candidates with fixed chains of different length."""
     fixed = [(chain, per_step, told["step_cost"]) for told, found in explanations
              if found and told["step_cost"] is not None and (chain := fixed_chain(found))
@@ -2514,7 +2514,7 @@ def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
         yield finding("stalls", words, count=stalls)
 
 
-def compared(baseline: Run, candidate: Run, min_gain: float, triage: JSON, workload: str | None = None) -> JSON:
+def compared(baseline: Run, candidate: Run, min_gain: float, triage: JSON, workload: Optional[str] = None) -> JSON:
     """Speeds, verdict, acceptance and texts, in one workload or in all; no verdict where nothing was drafted."""
     drafts, speed = drafts_of(candidate, workload), over_prompts(log_ratios(baseline, candidate, workload))
     idle = drafts.seen is False and not noise_check(baseline, candidate)
@@ -2536,7 +2536,7 @@ def workload_comparisons(baseline: Run, candidate: Run, total: JSON, min_gain: f
         yield {"workload": workload, "prompts": len(log_ratios(baseline, candidate, workload)), **part}
 
 
-def comparison_record(baseline: Run, candidate: Run, label: str, min_gain: float, triage: JSON, fit: JSON | None,
+def comparison_record(baseline: Run, candidate: Run, label: str, min_gain: float, triage: JSON, fit: Optional[JSON],
                       forced: Sequence[str]) -> JSON:
     """What the lab notebook keeps of one candidate against the baseline."""
     logs, total = log_ratios(baseline, candidate), compared(baseline, candidate, min_gain, triage)
@@ -2829,12 +2829,12 @@ def one_printable_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def figure(value: float | None, digits: int = 2) -> str:
+def figure(value: Optional[float], digits: int = 2) -> str:
     """A figure for people; a dash where it is unknown."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def interval_of(estimated: JSON | None) -> str:
+def interval_of(estimated: Optional[JSON]) -> str:
     """"1.71 to 1.98", or a dash where there is no interval."""
     if not estimated or estimated["low"] is None:
         return "-"
@@ -2842,12 +2842,12 @@ def interval_of(estimated: JSON | None) -> str:
     return f"{estimated['low']:.{digits}f} to {estimated['high']:.{digits}f}"
 
 
-def ratio_in(record: JSON) -> float | None:
+def ratio_in(record: JSON) -> Optional[float]:
     """The speed-up of a comparison or of one kind of work in it."""
     return (record["speedup"] or {}).get("ratio")
 
 
-def speed_words(estimated: JSON | None) -> str:
+def speed_words(estimated: Optional[JSON]) -> str:
     """"1.84x (1.71 to 1.98)"."""
     if not estimated:
         return "ratio unknown"
@@ -3259,7 +3259,7 @@ def memory_lines(endpoints: Sequence[JSON]) -> list[str]:
     return [f"Memory: {'; '.join(told)}."] if told else []
 
 
-def markdown_divergences(result: Result, prompts: Sequence[Prompt] | None, command: str) -> str:
+def markdown_divergences(result: Result, prompts: Optional[Sequence[Prompt]], command: str) -> str:
     """A bug report to paste: what was run, on what, where the texts part, and what the baseline thought there."""
     level = result.endpoints[0]["concurrency"]
     changed = any(record["text_comparison"]["divergent"] for record in result.comparisons)
@@ -3343,7 +3343,7 @@ def history_rows(records: Sequence[JSON]) -> list[list[str]]:
     return picked(HISTORY_COLUMNS, rows)
 
 
-def trend_marks(ratios: Sequence[float | None]) -> str:
+def trend_marks(ratios: Sequence[Optional[float]]) -> str:
     """One character a run, low to high as `_.-=*#` between the lowest and highest ratio; ? where unknown."""
     known = [ratio for ratio in ratios if ratio is not None]
     low, width = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
@@ -3431,10 +3431,10 @@ class Reference:
     step_s: float = 0.005
     prefill_s: float = 0.02
     seed: int = 0
-    planted: tuple[str, int] | None = None  # (word in the prompt, token index) where this server changes one byte
+    planted: Optional[tuple[str, int]] = None  # (word in the prompt, token index) where this server changes one byte
     planted_gap_nats: float = 0.1  # what the log probabilities say of the planted alternative
     flip: float = 0.0  # share of tokens that come out otherwise at random
-    capacity: float | None = None  # tokens of a step that cost no more than one; beyond, a step's time grows with them
+    capacity: Optional[float] = None  # tokens of a step that cost no more than one; beyond, its time grows with them
 
     def target_token(self, prompt: str, n: int) -> str:
         """The target's greedy choice for token n."""
@@ -3702,7 +3702,7 @@ class Parser(argparse.ArgumentParser):
         print_lines([message.rstrip()])
 
 
-def _parser(command: str, description: str, epilog: str | None = None) -> Parser:
+def _parser(command: str, description: str, epilog: Optional[str] = None) -> Parser:
     name, is_main = "measure_speculative.py", command == "measure"
     parser = Parser(name if is_main else f"{name} {command}", None, description, epilog, allow_abbrev=False,
                     add_help=not is_main, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -3976,13 +3976,13 @@ class Measured:
     interrupted: bool
 
 
-def server_numbers(servers: Sequence[Server], answers: Sequence[Answer | None], warmup: int) -> list[int]:
+def server_numbers(servers: Sequence[Server], answers: Sequence[Optional[Answer]], warmup: int) -> list[int]:
     """The same number for arms that are one server: by its address, or by a process that counted both arms' warm-up.
 
     An equal start alone proves nothing: it is told in hundredths of a second, and a script starts servers together.
     """
 
-    def counted_more(server: Server, answer: Answer | None) -> bool:
+    def counted_more(server: Server, answer: Optional[Answer]) -> bool:
         received = (answer.completion_tokens or 0) * warmup if answer else 0
         after = settled_snapshot(server.endpoint, server.snapshot, received)
         return (generated_tokens(counter_growth(server.snapshot, after)) or 0) > 1.5 * received > 0
@@ -4104,7 +4104,7 @@ def measure_command(argv: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def run_file(path: str | None) -> Iterator[BinaryIO | None]:
+def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
     """The run file, new; UsageError if it cannot be made or exists, since it may hold hours of an earlier run."""
     if path is None:
         yield None
@@ -4130,8 +4130,8 @@ def worth_keeping(runs: Sequence[Run]) -> bool:
     return any(len(pairs) > 1 for pairs in finished) or bool(finished and set.intersection(*finished))
 
 
-def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: str | None,
-             prompts: Sequence[Prompt] | None) -> int:
+def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: Optional[str],
+             prompts: Optional[Sequence[Prompt]]) -> int:
     """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
     interrupted = any(level.interrupted for level in measured)
     results = [level.result for level in measured if not level.interrupted or worth_keeping(level.runs)]
@@ -4172,7 +4172,7 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: st
     return INTERRUPTED if interrupted else failed or (FINDING if alarms else MEASURED)
 
 
-def append_or_show(path: str, records: Sequence[JSON]) -> tuple[list[str], str | None, bool]:
+def append_or_show(path: str, records: Sequence[JSON]) -> tuple[list[str], Optional[str], bool]:
     """Append the records.  Where that fails: the records as lines to print, what went wrong, whether by Ctrl-C."""
     try:
         append_records(path, records)
@@ -4530,7 +4530,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
