@@ -724,15 +724,17 @@ class AnswerBuilder:
         at, failed = time.perf_counter(), False
         with contextlib.suppress(http.client.IncompleteRead):
             for line, at in _lines(first, pieces):
-                failed |= re.match(rb"error:|event:\s*error\s*$", line) is not None
-                if line.startswith((b"data:", b"error:")):
-                    data.append(line.partition(b":")[2])
+                if line.startswith(b"data:"):
+                    data.append(line[5:])
                 elif not line:
                     if data:
                         self._dispatch(data, at, failed)
                     if self.done:
                         return
                     data, failed = [], False
+                elif re.match(rb"error:|event:\s*error\s*$", line):
+                    failed = True
+                    data += [line[6:]] * line.startswith(b"error:")
         if data:  # the blank line behind the last event may be missing although all was said
             self._dispatch(data, at, failed)
 
