@@ -325,9 +325,7 @@ def prompt_files(path: str) -> list[str]:
 def read_bytes(path: str, pipe_allowed: bool = False) -> bytes:
     """All of a file the user named.  UsageError where it cannot be read, or never ends."""
     try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISCHR(mode) or not pipe_allowed:
-            check_ordinary(path, devices_allowed=False)
+        check_kind(path, (stat.S_IFCHR,) if pipe_allowed else (*PIPES, stat.S_IFCHR))
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
@@ -710,7 +708,8 @@ class AnswerBuilder:
 
     def __init__(self, started: float, key: str = "") -> None:
         self.started, self.key = started, key
-        self.texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
         self.finish_reason: Optional[str] = None
         self.usage, self.statistics = JSON(), JSON()
         self.first_at = self.last_text_at = self.last_at = None  # type: Optional[float]
@@ -766,7 +765,9 @@ class AnswerBuilder:
         choices = event.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             self._add_choice(as_dict(choice), at)
-        self.statistics.update({name: event[name] for name in STATISTICS_KEYS if event.get(name)})
+        for name in STATISTICS_KEYS:
+            if event.get(name):
+                self.statistics[name] = event[name]
 
     def _add_choice(self, choice: JSON, at: float) -> None:
         if choice.get("index") not in (None, 0, "0"):
@@ -776,8 +777,8 @@ class AnswerBuilder:
         content = _text_of(part.get("content"))
         reasoning = _text_of(part.get("reasoning_content") or part.get("reasoning"))
         if content or reasoning:
-            self.texts["content"].append(content)
-            self.texts["reasoning"].append(reasoning)
+            self.content.append(content)
+            self.reasoning.append(reasoning)
             self.last_text_at = at
             if self.first_at is None:
                 self.first_at, ids = at, choice.get("token_ids")
@@ -790,8 +791,8 @@ class AnswerBuilder:
 
     def answer(self, streamed: bool) -> Answer:
         """The answer so far; RequestFailed where it is not whole."""
-        content, damaged = _joined(self.texts["content"], self.key)
-        reasoning, damaged_too = _joined(self.texts["reasoning"], self.key)
+        content, damaged = _joined(self.content, self.key)
+        reasoning, damaged_too = _joined(self.reasoning, self.key)
         if not (self.done or self.finish_reason):
             raise RequestFailed(f"the answer ended without a finish reason and without [DONE] ({len(content)} "
                                 "characters had come); did the server stop or crash? See its log")
@@ -1406,12 +1407,12 @@ def acceptance_record(acceptance: Optional[Acceptance]) -> Optional[JSON]:
     """The figures of the record: rates 0 to 1, lengths in tokens, None for what is unknown."""
     if acceptance is None:
         return None
-    steps, positions, tokens = acceptance.steps, acceptance.per_position, acceptance.tokens
-    per_step = ratio_of(acceptance.accepted, steps)
+    steps, accepted = acceptance.steps, acceptance.accepted
+    positions, tokens, per_step = acceptance.per_position, acceptance.tokens, ratio_of(accepted, steps)
     return {
-        **copied(fields_of(acceptance), "source", "steps", "drafted", "accepted"),
+        "source": acceptance.source, "steps": steps, "drafted": acceptance.drafted, "accepted": accepted,
         "per_position": [count / steps for count in positions] if positions and steps else None,
-        "rate": ratio_of(acceptance.accepted, acceptance.drafted),
+        "rate": ratio_of(accepted, acceptance.drafted),
         "mean_length": None if per_step is None else 1 + per_step,
         "tokens_per_target_step": None if tokens is None
         else ratio_of(tokens - acceptance.answers, target_steps(acceptance)),
@@ -1534,7 +1535,7 @@ class Recorder:
     def __init__(self, say: Say, file: Optional[BinaryIO] = None, show: bool = False) -> None:
         self.say, self.file, self.show = say, file, show
         self.trouble: Optional[str] = None
-        self.answered, self.file_failed = 0, False  # answers over all levels
+        self.answered = 0  # over all levels
         self.begin((), 0)
 
     def begin(self, headers: Iterable[JSON], total: int) -> None:
@@ -1546,12 +1547,12 @@ class Recorder:
 
     def write(self, line: JSON) -> None:
         """One line of the run file; a file that cannot be written any more does not stop the measurement."""
-        if self.file is None or self.file_failed:
+        if self.file is None:
             return
         try:
             write_whole(self.file, json_line(line))
         except OSError as error:
-            self.file_failed = True
+            self.file = None
             self.trouble = f"the run file could not be written: {error.strerror}; measuring went on without it"
             self.say(self.trouble)
 
@@ -2210,10 +2211,8 @@ def units_of(run: Run, workload: Optional[str] = None, decode: bool = False) -> 
     if run.blocks is not None and not decode:
         return {key: Unit(key, c.tokens, c.elapsed_s) for c in run.counted
                 if (key := (c.workload, c.repeat)) in run.blocks and workload in (None, c.workload)}
-    if decode:
-        return {pair: Unit(pair[0], answer.decode_tokens, answer.decode_s, clock_of(answer.decode_source))
-                for pair, answer in run.shared(workload).items()}
-    return {pair: Unit(pair[0], answer.completion_tokens, answer.latency_s)
+    return {pair: Unit(pair[0], answer.decode_tokens, answer.decode_s, clock_of(answer.decode_source)) if decode
+            else Unit(pair[0], answer.completion_tokens, answer.latency_s)
             for pair, answer in run.shared(workload).items()}
 
 
@@ -2322,8 +2321,9 @@ def _foreign_tokens(run: Run) -> Optional[int]:
     if run.conditions["shared_server"]:  # between this arm's blocks the other arm used it
         whole = added_growth([counter_growth(block.before, block.after) for block in run.counted])
     generated = generated_tokens(whole)
-    too_many = generated is not None and generated > received * (1 + FOREIGN_SHARE)
-    return round(generated - received) if too_many and generated is not None else None
+    if generated is None or generated <= received * (1 + FOREIGN_SHARE):
+        return None
+    return round(generated - received)
 
 
 def _by_series(samples: Iterable[Sample]) -> JSON:
@@ -2458,7 +2458,7 @@ def noise_check(run: Run, other: Run) -> bool:
     return same_process(run, other) and run.conditions["arm_extras"] == other.conditions["arm_extras"]
 
 
-def pair_findings(baseline: Run, candidate: Run, logs: Logs) -> Iterator[JSON]:
+def pair_findings(baseline: Run, candidate: Run, drafts: Drafts, logs: Logs) -> Iterator[JSON]:
     """What must be known before the two arms are compared."""
     a, b, same = baseline.conditions, candidate.conditions, noise_check(baseline, candidate)
     if same_process(baseline, candidate):
@@ -2468,7 +2468,7 @@ def pair_findings(baseline: Run, candidate: Run, logs: Logs) -> Iterator[JSON]:
     elif drafts_of(baseline).seen:
         yield finding("baseline-drafting",
                       "the baseline server drafts too, so this is no comparison with plain decoding")
-    if drafts_of(candidate).seen is False and not same:
+    if drafts.seen is False and not same:
         yield finding("not-drafting", "speculation did not run: no draft was seen on the speculative server, so its "
                                       "speed says nothing about speculation")
     mine, theirs = (sum_known(answer.cached_tokens for answer in run.shared().values())
@@ -2516,9 +2516,10 @@ def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
         yield finding("stalls", words, count=stalls)
 
 
-def compared(baseline: Run, candidate: Run, min_gain: float, triage: JSON, workload: Optional[str] = None) -> JSON:
+def compared(baseline: Run, candidate: Run, drafts: Drafts, min_gain: float, triage: JSON,
+             workload: Optional[str] = None) -> JSON:
     """Speeds, verdict, acceptance and texts, in one workload or in all; no verdict where nothing was drafted."""
-    drafts, speed = drafts_of(candidate, workload), over_prompts(log_ratios(baseline, candidate, workload))
+    speed = over_prompts(log_ratios(baseline, candidate, workload))
     idle = drafts.seen is False and not noise_check(baseline, candidate)
     return {
         "baseline_tokens_per_s": figures_of(baseline, workload).tokens_per_s,
@@ -2531,20 +2532,20 @@ def compared(baseline: Run, candidate: Run, min_gain: float, triage: JSON, workl
 def workload_comparisons(baseline: Run, candidate: Run, total: JSON, min_gain: float, triage: JSON) -> Iterator[JSON]:
     """The same for each kind of work; no verdict on any where there is none on the whole."""
     for workload in workloads_of(baseline):
-        part = compared(baseline, candidate, min_gain, triage, workload)
+        part = compared(baseline, candidate, drafts_of(candidate, workload), min_gain, triage, workload)
         del part["text_comparison"]["divergences"]
         if total["verdict"] is None:
             part["verdict"] = None
-        yield {"workload": workload, "prompts": len(log_ratios(baseline, candidate, workload)), **part}
+        yield {"workload": workload, "prompts": part["speedup"]["prompts"] if part["speedup"] else 0, **part}
 
 
-def comparison_record(baseline: Run, candidate: Run, label: str, min_gain: float, triage: JSON, fit: Optional[JSON],
-                      forced: Sequence[str]) -> JSON:
+def comparison_record(baseline: Run, candidate: Run, drafts: Drafts, label: str, min_gain: float, triage: JSON,
+                      fit: Optional[JSON], forced: Sequence[str]) -> JSON:
     """What the lab notebook keeps of one candidate against the baseline."""
-    logs, total = log_ratios(baseline, candidate), compared(baseline, candidate, min_gain, triage)
+    logs, total = log_ratios(baseline, candidate), compared(baseline, candidate, drafts, min_gain, triage)
     mine, theirs = figures_of(baseline), figures_of(candidate)
     about, base_about = candidate.conditions, baseline.conditions
-    audit = list(pair_findings(baseline, candidate, logs))
+    audit = list(pair_findings(baseline, candidate, drafts, logs))
     if forced:
         words = f"compared by --force although these differ: {', '.join(forced)}"
         audit.append(finding("conditions-differ", words, fields=list(forced)))
@@ -2559,7 +2560,7 @@ def comparison_record(baseline: Run, candidate: Run, label: str, min_gain: float
         "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, decode=True))), "min_gain": min_gain,
         "more_prompts": more_prompts(logs, min_gain) if total["verdict"] == "undecided" else None,
         "workloads": list(workload_comparisons(baseline, candidate, total, min_gain, triage)),
-        "break_even": explanation(mine, theirs, drafts_of(candidate), fit),
+        "break_even": explanation(mine, theirs, drafts, fit),
         "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"),
                           "speculative": (theirs.latency_s or {}).get("p50")},
         "text_comparison": {**texts, "divergences": listed[:LISTED_DIVERGENCES]},
@@ -2599,11 +2600,10 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
     if not alive or alive[0].arm != "baseline":
         return Result(endpoints, [])
     baseline, *candidates = alive
-    plain = figures_of(baseline)
-    fit = fit_of([(explanation(plain, figures_of(run), drafts), drafts.acceptance)
-                  for run in candidates for drafts in [drafts_of(run)]])
-    comparisons = [comparison_record(baseline, run, label, min_gain, triage.get(run.arm, {}), fit, forced)
-                   for run in candidates]
+    plain, drafts = figures_of(baseline), [drafts_of(run) for run in candidates]
+    fit = fit_of([(explanation(plain, figures_of(run), own), own.acceptance) for run, own in zip(candidates, drafts)])
+    comparisons = [comparison_record(baseline, run, own, label, min_gain, triage.get(run.arm, {}), fit, forced)
+                   for run, own in zip(candidates, drafts)]
     return Result(endpoints, against_best(comparisons, candidates))
 
 
@@ -2683,17 +2683,19 @@ def write_whole(file: BinaryIO, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
 
-def check_ordinary(path: str, devices_allowed: bool = True) -> None:
-    """OSError for a pipe or socket, which would be waited for without end; for output, devices will do."""
-    kinds = (stat.S_IFIFO, stat.S_IFSOCK) if devices_allowed else (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR)
-    if os.path.exists(path) and stat.S_IFMT(os.stat(path).st_mode) in kinds:
+PIPES = (stat.S_IFIFO, stat.S_IFSOCK)
+
+
+def check_kind(path: str, refused: Sequence[int]) -> None:
+    """OSError for a file of a refused kind: pipes, and devices as input, would be waited for without end."""
+    if os.path.exists(path) and stat.S_IFMT(os.stat(path).st_mode) in refused:
         raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a file")
 
 
 def check_appendable(path: str, what: str = "lab notebook", option: str = "--labbook") -> None:
     """UsageError, before any work is done, if the file that will hold results cannot be written."""
     try:
-        check_ordinary(path)
+        check_kind(path, PIPES)  # devices like /dev/null will do
         with open(path, "ab"):
             pass
         if os.path.isfile(path):
@@ -3816,12 +3818,17 @@ def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     return arms
 
 
+def set_key(variable: str) -> str:
+    """The key as it is set in the environment."""
+    return os.environ.get(variable, "").strip()
+
+
 def check_secrets(words: Sequence[str]) -> None:
     """UsageError if the key stands in the command line too: it would come into messages and the notebook."""
     named = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""])
              if word.partition("=")[0] == "--api-key-env"]
     for variable in ["SPEC_API_KEY", *named]:
-        key = os.environ.get(variable, "").strip()
+        key = set_key(variable)
         if len(key) >= SECRET_LENGTH and any(key in word for word in words):
             raise UsageError(f"the key in {variable} stands in the command line too, where every program can read it; "
                              "leave it out there")
@@ -3829,7 +3836,7 @@ def check_secrets(words: Sequence[str]) -> None:
 
 def api_key(variable: str) -> str:
     """The key from the environment, "" where there is none.  UsageError, without showing it, if it cannot be sent."""
-    key = os.environ.get(variable, "").strip()
+    key = set_key(variable)
     if not re.fullmatch(r"[\x21-\x7e]*", key):
         raise UsageError(f"the key in {variable} holds a character that no HTTP header can carry")
     return key
@@ -3847,11 +3854,16 @@ class Server:
     snapshot: Snapshot
 
 
+def of_arm(args: argparse.Namespace, arm: str, name: str) -> Any:
+    """The value of a flag that there is for the baseline and for all candidates."""
+    return getattr(args, f"{'baseline' if arm == 'baseline' else 'speculative'}_{name}")
+
+
 def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
     """Check one server before the first request.  UsageError if it cannot be measured."""
     is_baseline = arm == "baseline"
     api, root = base_urls(url, "--baseline-url" if is_baseline else "--speculative-url")
-    key, who, side_s = api_key(args.api_key_env), f"{arm} server {api}", min(args.timeout, SIDE_TIMEOUT_S)
+    key, who, side_s = api_key(args.api_key_env), Endpoint(arm, api, root).name, min(args.timeout, SIDE_TIMEOUT_S)
     listed, headers = None, http.client.HTTPMessage()
     try:
         (page, headers), _ = patiently(lambda: get_json(api + "/models", key, side_s), say, who)
@@ -3875,11 +3887,10 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
         say(f"{who} does not list the model {model}; it lists: {', '.join(served)}")
     engine, version, about = identify(root, key, side_s, entry, headers.get("Server") or "")
     request = {"max_tokens": args.max_tokens, "temperature": 0.0, "top_p": 1.0, "seed": args.seed,
-               **ENGINE_EXTRAS.get(engine, {}), **args.extra_body,
-               **(args.baseline_extra_body if is_baseline else args.speculative_extra_body)}
+               **ENGINE_EXTRAS.get(engine, {}), **args.extra_body, **of_arm(args, arm, "extra_body")}
     endpoint, snapshot = find_metrics(Endpoint(
         arm, api, root, model, key, args.api_key_env, request, not args.no_stream, args.timeout,
-        args.baseline_metrics_url if is_baseline else args.speculative_metrics_url, engine, served))
+        of_arm(args, arm, "metrics_url"), engine, served))
     if engine == "unknown":
         names = [sample.name for sample in snapshot.samples or ()]
         engine = next((name for prefix, name in SERIES.items() if any(n.startswith(prefix) for n in names)), engine)
@@ -3959,7 +3970,7 @@ def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Pr
         "engine_version": server.version if args.engine_version == "unknown" else args.engine_version,
         "server": server.about, "findings": server.findings + findings,
         "request": {name: value for name, value in endpoint.request.items() if name not in private},
-        "arm_extras": args.baseline_extra_body if endpoint.arm == "baseline" else args.speculative_extra_body,
+        "arm_extras": of_arm(args, endpoint.arm, "extra_body"),
         "stream": endpoint.stream,
         "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in prompts],
         "repeats": args.repeats, "warmup": args.warmup, "order": args.order, "concurrency": level,
@@ -4128,8 +4139,7 @@ def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
 
 def worth_keeping(runs: Sequence[Run]) -> bool:
     """Whether an interrupted level has a pair that all arms finished, or more than one answer of an arm."""
-    finished = [set(run.answers()) for run in runs]
-    return any(len(pairs) > 1 for pairs in finished) or bool(finished and set.intersection(*finished))
+    return any(len(run.answers()) > 1 for run in runs) or bool(in_common(runs)[0].pairs)
 
 
 def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: Optional[str],
