@@ -7,18 +7,29 @@ import io
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
+import unittest
 from typing import NamedTuple
 from unittest import mock
 
 import measure_speculative
+from tests.fakes import FakeServer, ReplayServer
 
 PROGRAM = pathlib.Path(measure_speculative.__file__).resolve()
+SAVE = ("--save-run", "run.jsonl")
+no_windows = unittest.skipIf(os.name == "nt", "POSIX only")
 
 
 def of_answers(acceptance, tokens, answers):
     """The acceptance as that of so many answers, with so many tokens in them."""
     return acceptance and dataclasses.replace(acceptance, tokens=tokens, answers=answers)
+
+
+def findings(*records):
+    """The audit of these records, by the name of the finding."""
+    return {entry["finding"]: entry for record in records for entry in record["audit"]}
 
 
 class Outcome(NamedTuple):
@@ -82,12 +93,82 @@ def measure(baseline, candidate, *flags, **options):
     return run_main(*urls, *flags, **options)
 
 
+# ---- answers in raw bytes ----
+
+def http(body, kind="application/json", status="200 OK"):
+    return b"HTTP/1.1 %s\r\nContent-Type: %s\r\nConnection: close\r\n\r\n%s" % (status.encode(), kind.encode(), body)
+
+
+def stream(*extra, texts=("one two", " three"), usage=3):
+    """A streamed answer in OpenAI's format with these raw JSON objects as further events."""
+    events = [json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in texts]
+    events += [json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}), *extra,
+               json.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": usage}}), "[DONE]"]
+    return b"".join(b"data: %s\n\n" % event.encode() for event in events)
+
+
+def plain(*fields, text="one two three", usage=3):
+    """A plain answer with these raw `"name": value` beside its own."""
+    own = json.dumps({"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}],
+                      "usage": {"prompt_tokens": 5, "completion_tokens": usage}})
+    return (own[:-1] + "".join(", " + each for each in fields) + "}").encode()
+
+
+@contextlib.contextmanager
+def canned(raw, **entry):
+    """A server whose every answer is these bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "chat").write_bytes(raw)
+        with ReplayServer([dict({"method": "POST", "path": "/v1/chat/completions", "file": "chat"}, **entry)], folder) as server:
+            yield server
+
+
+def measure_canned(baseline, candidate, *flags, **options):
+    """Measure two servers of canned answers."""
+    with canned(baseline) as a, canned(candidate) as b:
+        return measure(a, b, "--model", "m", "--warmup", "0", *flags, **dict({"prompts": ["one", "two"]}, **options))
+
+
+# ---- the program as users start it ----
+
+def strict(data):
+    """The JSON lines of a notebook or run file; ValueError for NaN and Infinity."""
+    return [json.loads(line, parse_constant=float.fromhex) for line in data.splitlines() if line.startswith(b"{")]
+
+
+class Program:
+    """The program in a process of its own, in a temporary folder with these files."""
+
+    def __init__(self, files=None):
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = pathlib.Path(self._folder.name)
+        for name, data in (files or {}).items():
+            (self.path / name).write_bytes(data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self._folder.cleanup()
+
+    def run(self, *words, closing="", **options):
+        """Its result; `closing` is shell for its descriptors, as in ">&-"."""
+        command = [sys.executable, str(PROGRAM), *map(str, words)]
+        if closing:
+            command = ["/bin/sh", "-c", 'exec "$@" ' + closing, "sh", *command]
+        options = dict({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, **options)
+        return subprocess.run(command, cwd=self.path, timeout=30, **options)
+
+    def records(self, name="labbook.md"):
+        book = self.path / name
+        return strict(book.read_bytes()) if book.exists() else []
+
+
 # ---- run files with planted figures ----
 
 @functools.cache
 def _real_lines():
     """One line of each kind from a real run file: what planted runs are made of."""
-    from tests.fakes import FakeServer
     with FakeServer("plain") as server:
         saved = measure(server, None, "--save-run", "run.jsonl", prompts=["one"]).files["run.jsonl"]
     return {line["kind"]: line for line in map(json.loads, saved.splitlines())}

@@ -11,7 +11,7 @@ import unittest
 
 import measure_speculative as ms
 from tests.fakes import CASES, DATA, ENGINES, FakeServer, ReplayServer, Speculation, sum_counts
-from tests.support import measure, of_answers
+from tests.support import findings, measure, of_answers
 
 RECORDED = DATA / "engines"
 EXPECTED = json.loads((RECORDED / "expected.json").read_text("utf-8"))
@@ -40,10 +40,6 @@ def solved_alpha(accepted_per_step, k):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(middle ** i for i in range(1, k + 1)) < accepted_per_step else (low, middle)
     return low
-
-
-def findings(record):
-    return {entry["finding"]: entry for entry in record["audit"]}
 
 
 def raw_answer(body):

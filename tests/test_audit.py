@@ -9,16 +9,12 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import Counts, FakeServer, Speculation, sum_counts
-from tests.support import measure
+from tests.support import findings, measure
 
 TWO = ["first prompt of two", "second prompt of two"]
 MANY = ["prompt number %d of many" % i for i in range(12)]
 PATTERN = Speculation(4, (4, 2, 0))
 COUNTING = ("llama.cpp", "vllm", "vllm-old", "sglang", "lmdeploy", "tgi")       # engines that count tokens on a page
-
-
-def findings(*records):
-    return {entry["finding"]: entry for record in records for entry in record["audit"]}
 
 
 def all_findings(outcome):

@@ -13,10 +13,24 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import FakeServer
-from tests.support import PROGRAM, answer, compare, measure, run_main, saved_run
-from tests.test_robustness import SAVE, Program, canned, findings, http, measure_canned, no_windows, stream
+from tests.support import (
+    PROGRAM,
+    SAVE,
+    Program,
+    answer,
+    canned,
+    compare,
+    findings,
+    http,
+    measure,
+    measure_canned,
+    no_windows,
+    run_main,
+    saved_run,
+    stream,
+)
 
-REFUSED = b'HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n{"error": "no such field"}'
+REFUSED = http(b'{"error": "no such field"}', status="400 Bad Request")
 
 
 def interrupted_after(count):

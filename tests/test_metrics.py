@@ -11,7 +11,7 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import CASES, PAGES, Counts, FakeServer, ReplayServer, Speculation
-from tests.support import measure, of_answers
+from tests.support import findings, measure, of_answers
 
 PROMPTS = ["first prompt of two", "second prompt of two"]
 
@@ -42,10 +42,6 @@ def sample_values(text):
 
 def endpoint_for(server, **more):
     return ms.Endpoint("speculative", server.url, server.root, "m", metrics_url=server.root + "/metrics", **more)
-
-
-def findings(record):
-    return {entry["finding"]: entry for entry in record["audit"]}
 
 
 class SwitchingServer(ReplayServer):

@@ -7,7 +7,7 @@ import tempfile
 import unittest
 
 from tests.fakes import CASES, FakeServer, ReplayServer, Speculation
-from tests.support import answer, compare, run_main, saved_run
+from tests.support import answer, compare, http, run_main, saved_run
 
 PAGES = """# TYPE llamacpp:spec_decode_num_drafts_total counter
 llamacpp:spec_decode_num_drafts_total %d
@@ -16,10 +16,6 @@ llamacpp:spec_decode_num_draft_tokens_total %d
 # TYPE llamacpp:spec_decode_num_accepted_tokens_total counter
 llamacpp:spec_decode_num_accepted_tokens_total %d
 """
-
-
-def http(body, kind="application/json"):
-    return b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n%s" % (kind.encode(), body)
 
 
 def body_of(case, name):

@@ -18,16 +18,32 @@ import unittest
 from unittest import mock
 
 import measure_speculative as ms
-from tests.fakes import CASES, FakeServer, ReplayServer, Speculation
-from tests.support import PROGRAM, answer, compare, measure, of_answers, run_main, saved_run
+from tests.fakes import CASES, FakeServer, Speculation
+from tests.support import (
+    PROGRAM,
+    SAVE,
+    Program,
+    answer,
+    canned,
+    compare,
+    findings,
+    http,
+    measure,
+    measure_canned,
+    no_windows,
+    of_answers,
+    plain,
+    run_main,
+    saved_run,
+    stream,
+    strict,
+)
 
-SAVE = ("--save-run", "run.jsonl")
 ALARMS = ("--fail-on", "slower,changed-text,regression")
 NEVER_PAYS = ("--fail-on", "slower", "--min-gain", "99")
 HUGE = 10 ** 400
 TEXT = "one two three four five six seven eight"
 CHANGED = "one two three four FIVE six seven eight"
-no_windows = unittest.skipIf(os.name == "nt", "POSIX only")
 
 
 @contextlib.contextmanager
@@ -48,49 +64,6 @@ def at_most(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
-def strict(data):
-    """The JSON lines of a notebook or run file; ValueError for NaN and Infinity."""
-    return [json.loads(line, parse_constant=float.fromhex) for line in data.splitlines() if line.startswith(b"{")]
-
-
-def findings(record):
-    return {entry["finding"]: entry for entry in record["audit"]}
-
-
-def http(body, kind="application/json", status="200 OK"):
-    return b"HTTP/1.1 %s\r\nContent-Type: %s\r\nConnection: close\r\n\r\n%s" % (status.encode(), kind.encode(), body)
-
-
-def stream(*extra, texts=("one two", " three"), usage=3):
-    """A streamed answer in OpenAI's format with these raw JSON objects as further events."""
-    events = [json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in texts]
-    events += [json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}), *extra,
-               json.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": usage}}), "[DONE]"]
-    return b"".join(b"data: %s\n\n" % event.encode() for event in events)
-
-
-def plain(*fields, text="one two three", usage=3):
-    """A plain answer with these raw `"name": value` beside its own."""
-    own = json.dumps({"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}],
-                      "usage": {"prompt_tokens": 5, "completion_tokens": usage}})
-    return (own[:-1] + "".join(", " + each for each in fields) + "}").encode()
-
-
-@contextlib.contextmanager
-def canned(raw, **entry):
-    """A server whose every answer is these bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        (pathlib.Path(folder) / "chat").write_bytes(raw)
-        with ReplayServer([dict({"method": "POST", "path": "/v1/chat/completions", "file": "chat"}, **entry)], folder) as server:
-            yield server
-
-
-def measure_canned(baseline, candidate, *flags, **options):
-    """Measure two servers of canned answers."""
-    with canned(baseline) as a, canned(candidate) as b:
-        return measure(a, b, "--model", "m", "--warmup", "0", *flags, **dict({"prompts": ["one", "two"]}, **options))
-
-
 def same_speed(arm, text=TEXT, seconds=1.0, **fields):
     """A run file of 4 prompts with planted, equal times."""
     return saved_run(arm, [[answer(100, seconds * (1 + 0.001 * i), content=text, **fields)] for i in range(4)])
@@ -100,34 +73,6 @@ def same_speed(arm, text=TEXT, seconds=1.0, **fields):
 def slow_pair():
     """Run files whose comparison does not pay: the candidate takes twice as long."""
     return {"plain.jsonl": same_speed("baseline"), "slow.jsonl": same_speed("slow", seconds=2.0, drafted=200, accepted=20)}
-
-
-class Program:
-    """The program in a process of its own, in a temporary folder with these files."""
-
-    def __init__(self, files=None):
-        self._folder = tempfile.TemporaryDirectory()
-        self.path = pathlib.Path(self._folder.name)
-        for name, data in (files or {}).items():
-            (self.path / name).write_bytes(data)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self._folder.cleanup()
-
-    def run(self, *words, closing="", **options):
-        """Its result; `closing` is shell for its descriptors, as in ">&-"."""
-        command = [sys.executable, str(PROGRAM), *map(str, words)]
-        if closing:
-            command = ["/bin/sh", "-c", 'exec "$@" ' + closing, "sh", *command]
-        options = dict({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, **options)
-        return subprocess.run(command, cwd=self.path, timeout=30, **options)
-
-    def records(self, name="labbook.md"):
-        book = self.path / name
-        return strict(book.read_bytes()) if book.exists() else []
 
 
 class OddNumbers(unittest.TestCase):
