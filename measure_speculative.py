@@ -65,6 +65,8 @@ It cannot tell you whether the text is *good*, nor how other prompts, another ma
 behave: it measures what it was given, and says how far that carries.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 
@@ -106,35 +108,69 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
 
-# ---- constants and errors ---------------------------------------------------------------------------------
+# ---- constants and errors -----------------------------------------------------------------------
 
 __version__ = "1.0"
+
+
 LAB = "part-17/measure-speculative"
+
 SCHEMA = 2
 
 MEASURED, COULD_NOT_MEASURE, USAGE, FINDING, INTERRUPTED = 0, 1, 2, 3, 130
 
-MAX_BODY_BYTES = 64 << 20  # a streamed answer takes about 300 bytes a token: this holds 200,000 tokens
+MAX_BODY_BYTES = (
+    64 << 20
+)  # a streamed answer takes about 300 bytes a token: this holds 200,000 tokens
+
 MAX_WAIT_S = 60.0  # for a server that answers 503 or 429, over one request
+
 SIDE_TIMEOUT_S = 10.0  # model lists, versions and metrics pages
+
 SETTLE_PAUSE_S, SETTLE_LIMIT_S = 0.2, 3.0  # some engines count an answer after they have sent it
-FOREIGN_SHARE = 0.01  # counters may run this far above what was received: answers are cut at their end
-STALL_CUTOFF = 8  # times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls
+
+FOREIGN_SHARE = (
+    0.01  # counters may run this far above what was received: answers are cut at their end
+)
+
+STALL_CUTOFF = (
+    8  # times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls
+)
+
 FEW_PROMPTS = 12  # below this no interval holds its 95% when the prompts are of mixed kinds
-SECRET_LENGTH = 8  # a shorter key, like "local", is a placeholder: it may stand in any answer and stays there
-NEAR_TIE_NATS = 0.5  # rounding moved gaps of a quantised model by 0.10 (median) to 0.50 (99th percentile);
+
+SECRET_LENGTH = (
+    8  # a shorter key, like "local", is a placeholder: it may stand in any answer and stays there
+)
+
+NEAR_TIE_NATS = (
+    0.5  # rounding moved gaps of a quantised model by 0.10 (median) to 0.50 (99th percentile);
+)
+
 # bf16 logits between 16 and 32 lie 0.125 apart, and a real pair of servers differed at exactly that gap
 TAIL_CHARACTERS = 60
+
 LISTED_DIVERGENCES = 20
+
 TABLE_COLUMNS = 100
+
 LOCK_LIMIT_S = 30.0  # for the lock on the notebook, which other jobs hold for milliseconds
+
 WORTH_TOKENS = 0.05  # draft positions that add less than this a step are pointed out
-PLAUSIBLE_VERIFICATION = 0.5  # target steps; a verification reads the weights once, so a fit below this is noise
+
+PLAUSIBLE_VERIFICATION = (
+    0.5  # target steps; a verification reads the weights once, so a fit below this is noise
+)
+
 LONGEST_CHAIN = 1000  # a longer one stands in no server: its counters are wrong
+
 LONGEST_ASKED = 10_000  # by the arithmetic alone
 
 JSON = dict[str, Any]
+
 Say = Callable[[str], None]  # takes one line for the user
+
+
 Logs = Sequence[Sequence[float]]  # logarithms of ratios or rates: the repeats of each prompt
 
 
@@ -153,13 +189,23 @@ class UsageError(MeasureError):
 class RequestFailed(MeasureError):
     """One request brought no usable answer; `status` is the HTTP status, None where none came."""
 
-    def __init__(self, message: str, status: Optional[int] = None, retry_after: Optional[str] = None) -> None:
+    def __init__(
+        self, message: str, status: Optional[int] = None, retry_after: Optional[str] = None
+    ) -> None:
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
 
 
 # What comes of files that were written by this program and changed by something else.
-DAMAGED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError, RecursionError)
+DAMAGED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    IndexError,
+    RecursionError,
+)
 
 
 def as_dict(value: Any) -> JSON:
@@ -208,7 +254,7 @@ def fields_of(value: Any) -> JSON:
 
 
 def plural(count: int, words: str) -> str:
-    """"1 prompt", "2 prompts"."""
+    """ "1 prompt", "2 prompts"."""
     return f"{count} {words}{'s' * (count != 1)}"
 
 
@@ -227,7 +273,168 @@ def loads(text: str) -> Any:
         raise ValueError("JSON nested too deep") from None
 
 
-# ---- prompts ----------------------------------------------------------------------------------------------
+# ---- terminal and files -------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    """ASCII for any console or cron mail; other characters and control characters as backslash escapes."""
+    plain = text.encode("ascii", "backslashreplace").decode("ascii")
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", lambda match: f"\\x{ord(match.group()):02x}", plain)
+
+
+def one_printable_line(text: str) -> str:
+    """The same with line ends escaped too: for table cells, sentences and messages."""
+    return printable(text).replace("\n", "\\n")
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Server text for a message: blanks folded, cut at `limit` characters."""
+    folded = " ".join(text.split())
+    return folded if len(folded) <= limit else folded[: limit - 3] + "..."
+
+
+def say_on_stderr(words: str) -> None:
+    """One line for the user beside the results."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(one_printable_line(words) + "\n")
+        sys.stderr.flush()
+
+
+def speaker(quiet: bool) -> Say:
+    """What takes words for the user beside the results; nothing does where it has to be quiet."""
+    return (lambda words: None) if quiet else say_on_stderr
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Results on standard output, ASCII only; a reader that has seen enough is no error, a full disk is."""
+    try:
+        sys.stdout.write("".join(printable(line) + "\n" for line in lines))
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # what is still buffered must not fail again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise MeasureError(
+                f"cannot write to standard output: {error.strerror}; what should stand there is "
+                "lost"
+            ) from None
+
+
+PIPES = (stat.S_IFIFO, stat.S_IFSOCK)
+
+
+def check_kind(path: str, refused: Sequence[int]) -> None:
+    """OSError for a file of a refused kind: pipes, and devices as input, would be waited for without end."""
+    if os.path.exists(path) and stat.S_IFMT(os.stat(path).st_mode) in refused:
+        raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a file")
+
+
+def read_bytes(path: str, pipe_allowed: bool = False) -> bytes:
+    """All of a file the user named.  UsageError where it cannot be read, or never ends."""
+    try:
+        check_kind(path, (stat.S_IFCHR,) if pipe_allowed else (*PIPES, stat.S_IFCHR))
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def json_line(value: JSON) -> bytes:
+    """One line of JSON in ASCII; ValueError rather than NaN or infinity."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
+
+
+@contextlib.contextmanager
+def locked(file: BinaryIO) -> Iterator[None]:
+    """Hold the file against other processes that append to it."""
+    if os.name == "nt":
+        import msvcrt
+
+        file.seek(0)
+        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        try:
+            yield
+        finally:
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+    else:
+        import fcntl
+
+        give_up = time.monotonic() + LOCK_LIMIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise OSError(errno.EAGAIN, "another program holds its lock") from None
+                time.sleep(0.05)
+        yield  # closing the file releases it
+
+
+def append_records(path: str, records: Sequence[JSON]) -> None:
+    """Append whole lines in one write; an unfinished last line is ended first.  OSError where that fails.
+
+    Bytes that are in the file stay as they are; a write that fails half-way is taken back.
+    """
+    data = b"".join(json_line(record) for record in records)
+    with open(path, "a+b", buffering=0) as file, locked(file):
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                data = b"\n" + data
+        file.seek(0, os.SEEK_END)
+        try:
+            write_whole(file, data)
+        except OSError:
+            with contextlib.suppress(OSError):  # what is no ordinary file cannot be shortened
+                file.truncate(end)
+            raise
+
+
+def write_whole(file: BinaryIO, data: bytes) -> None:
+    """One unbuffered write.  OSError also where only a part of it fits."""
+    if file.write(data) != len(data):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def check_appendable(path: str, what: str = "lab notebook", option: str = "--labbook") -> None:
+    """UsageError, before any work is done, if the file that will hold results cannot be written."""
+    try:
+        check_kind(path, PIPES)  # devices like /dev/null will do
+        with open(path, "ab"):
+            pass
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                if file.read(14) == b'{"kind": "run"':
+                    raise UsageError(
+                        f"{path} is a run file of --save-run, which more lines would spoil; see {option}"
+                    )
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the {what} {path}: {error.strerror}; another path: {option} FILE"
+        ) from None
+
+
+def read_json_lines(path: str, warn: Say) -> list[JSON]:
+    """The JSON objects among the lines of a file; prose is skipped, a damaged line named in a warning."""
+    records = []
+    for number, line in enumerate(read_bytes(path).lstrip(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if (
+            not line.lstrip().startswith(b"{") and b"\0" not in line
+        ):  # zero bytes are what a power cut leaves
+            continue
+        try:
+            records.append(as_dict(loads(line.decode("utf-8", "replace"))))
+        except ValueError:
+            warn(f"{path}:{number}: damaged line skipped ({len(line)} bytes)")
+    return records
+
+
+# ---- prompts ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -270,17 +477,41 @@ _BUILT_IN = (
         "error. Show the old line, then the new line, then the new line once more split over several lines:\n\n"
         "rsync -a --delete --exclude '*.log' --exclude '.cache/' /srv/data/projects/ backup:/srv/mirror/projects/",
     ),
-    ("closed", "List the months of the year in order, one per line, each with its number of days in a common year."),
-    ("closed", "What is 17 times 24? Show the steps of the multiplication, then the result on a line of its own."),
-    ("closed", "Name the planets of the solar system from the sun outwards, with one fact about each."),
-    ("closed", "Explain in three sentences what a prime number is, then list the prime numbers below 60."),
-    ("open", "Write the opening of a story in which a lighthouse keeper finds a door at the foot of the stairs that "
-     "was not there yesterday."),
-    ("open", "Write a letter from a retired clockmaker to the apprentice who is about to open a shop of their own."),
-    ("open", "Invent a festival for a town that is built on stilts over a lake: its food, its noise, its one strict "
-     "rule, and what goes wrong this year."),
-    ("open", "Describe a long night train journey through the mountains in winter, as a passenger who cannot sleep "
-     "would tell it to a friend."),
+    (
+        "closed",
+        "List the months of the year in order, one per line, each with its number of days in a common year.",
+    ),
+    (
+        "closed",
+        "What is 17 times 24? Show the steps of the multiplication, then the result on a line of its own.",
+    ),
+    (
+        "closed",
+        "Name the planets of the solar system from the sun outwards, with one fact about each.",
+    ),
+    (
+        "closed",
+        "Explain in three sentences what a prime number is, then list the prime numbers below 60.",
+    ),
+    (
+        "open",
+        "Write the opening of a story in which a lighthouse keeper finds a door at the foot of the stairs that "
+        "was not there yesterday.",
+    ),
+    (
+        "open",
+        "Write a letter from a retired clockmaker to the apprentice who is about to open a shop of their own.",
+    ),
+    (
+        "open",
+        "Invent a festival for a town that is built on stilts over a lake: its food, its noise, its one strict "
+        "rule, and what goes wrong this year.",
+    ),
+    (
+        "open",
+        "Describe a long night train journey through the mountains in winter, as a passenger who cannot sleep "
+        "would tell it to a friend.",
+    ),
 )
 
 
@@ -302,7 +533,9 @@ def load_prompts(paths: Sequence[str]) -> tuple[list[Prompt], list[str]]:
             prompts.append(prompt)
             first_turns += is_turn
     if not prompts:
-        raise UsageError(f"no prompts in {', '.join(paths)}: write one prompt per line, or JSON Lines")
+        raise UsageError(
+            f"no prompts in {', '.join(paths)}: write one prompt per line, or JSON Lines"
+        )
     some = f"{first_turns} prompt{'s have' if first_turns > 1 else ' has'} several turns; only the first turn is used"
     return prompts, [some] if first_turns else []
 
@@ -315,21 +548,16 @@ def prompt_files(path: str) -> list[str]:
         names = sorted(os.listdir(path))
     except OSError as error:
         raise UsageError(f"cannot read the folder {path}: {error.strerror}") from None
-    files = [file for name in names if name.endswith((".txt", ".jsonl", ".json")) and not name.startswith(".")
-             and os.path.isfile(file := os.path.join(path, name))]
+    files = [
+        file
+        for name in names
+        if name.endswith((".txt", ".jsonl", ".json"))
+        and not name.startswith(".")
+        and os.path.isfile(file := os.path.join(path, name))
+    ]
     if not files:
         raise UsageError(f"the folder {path} holds no prompt file (.txt, .jsonl, .json)")
     return files
-
-
-def read_bytes(path: str, pipe_allowed: bool = False) -> bytes:
-    """All of a file the user named.  UsageError where it cannot be read, or never ends."""
-    try:
-        check_kind(path, (stat.S_IFCHR,) if pipe_allowed else (*PIPES, stat.S_IFCHR))
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
@@ -339,14 +567,18 @@ def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = len(re.findall(rb"\r\n|\r|\n", raw[: error.start])) + 1
-        raise UsageError(f"{path}:{number}: not UTF-8 at byte offset {error.start}; save the file as UTF-8") from None
+        raise UsageError(
+            f"{path}:{number}: not UTF-8 at byte offset {error.start}; save the file as UTF-8"
+        ) from None
     if path.endswith(".json"):
         try:
             items = loads(text)
         except ValueError as error:
             raise UsageError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
         if not isinstance(items, list):
-            raise UsageError(f"{path}:1: not a JSON array of prompts; for one object per line name it .jsonl")
+            raise UsageError(
+                f"{path}:1: not a JSON array of prompts; for one object per line name it .jsonl"
+            )
         yield from ((f"{path}: item {number}", item) for number, item in enumerate(items, 1))
         return
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
@@ -363,23 +595,376 @@ def _as_prompt(value: Any, place: str, path: str, number: int) -> tuple[Prompt, 
     entry = {"prompt": value} if isinstance(value, str) else as_dict(value)
     turns, messages, is_turn = entry.get("turns"), entry.get("messages"), False
     if "messages" in entry:
-        if not (isinstance(messages, list) and messages and all(as_dict(m).get("role") for m in messages)):
-            raise UsageError(f"{place}: \"messages\" is not a list of objects with a role")
+        if not (
+            isinstance(messages, list)
+            and messages
+            and all(as_dict(m).get("role") for m in messages)
+        ):
+            raise UsageError(f'{place}: "messages" is not a list of objects with a role')
     else:
         text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
         if not isinstance(text, str) or not text.strip():
-            raise UsageError(f"{place}: no text under \"prompt\", \"messages\" or \"turns\"")
-        messages, is_turn = [{"role": "user", "content": text}], isinstance(turns, list) and len(turns) > 1
+            raise UsageError(f'{place}: no text under "prompt", "messages" or "turns"')
+        messages, is_turn = (
+            [{"role": "user", "content": text}],
+            isinstance(turns, list) and len(turns) > 1,
+        )
     if scrubbed(messages, "", 50) != messages:
-        raise UsageError(f"{place}: \"messages\" is nested too deep")
+        raise UsageError(f'{place}: "messages" is nested too deep')
     if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
         raise UsageError(f"{place}: holds half of a surrogate pair, which is no character")
-    identity = next((entry[key] for key in ("id", "question_id") if entry.get(key) is not None), f"{stem}-{number}")
+    identity = next(
+        (entry[key] for key in ("id", "question_id") if entry.get(key) is not None),
+        f"{stem}-{number}",
+    )
     workload = entry.get("workload") or entry.get("category") or stem
     return Prompt(str(identity), str(workload), tuple(messages)), is_turn
 
 
-# ---- HTTP client ------------------------------------------------------------------------------------------
+# ---- engines ------------------------------------------------------------------------------------
+
+OWNERS = {
+    "llamacpp": "llama.cpp",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "tensorrt_llm": "tensorrt-llm",
+    "lmdeploy": "lmdeploy",
+    "tabbyAPI": "tabbyapi",
+    "organization_owner": "lm-studio",
+    "library": "ollama",
+    "koboldcpp": "koboldcpp",
+    "reference": "reference",
+}
+
+# Where each engine tells its version; GET, without side effects.  Asked in this order where the engine is not known.
+VERSIONS = (
+    ("llama.cpp", "/props", "build_info"),
+    ("sglang", "/server_info", "version"),
+    ("vllm", "/version", "version"),
+    ("tensorrt-llm", "/version", "version"),
+    ("koboldcpp", "/api/extra/version", "version"),
+    ("ollama", "/api/version", "version"),
+    ("tgi", "/info", "version"),
+)
+
+# The engine whose series begin so.
+SERIES = {
+    "vllm:": "vllm",
+    "sglang:": "sglang",
+    "lmdeploy:": "lmdeploy",
+    "tgi_": "tgi",
+    "trtllm_": "tensorrt-llm",
+    "llamacpp:": "llama.cpp",
+}
+
+# Request fields with which an engine tells more; only after it was detected, since others refuse unknown fields.
+ENGINE_EXTRAS: dict[str, JSON] = {
+    "sglang": {"return_spec_tokens_details": True},
+    "vllm": {"return_token_ids": True},
+}
+
+# What engines report about a single answer, kept as sent: see the acceptance section.
+STATISTICS_KEYS = ("timings", "metrics", "sglext", "meta_info", "stats", "system_fingerprint")
+
+# Blocks with a histogram: where they stand, and what they call the steps, the drafted and the accepted tokens.
+HISTOGRAM_BLOCKS = (
+    # vLLM with --per-request-spec-decode-metrics
+    (
+        ("metrics", "speculative_decoding"),
+        "num_spec_steps",
+        "num_draft_tokens",
+        "num_accepted_draft_tokens",
+        "acceptance_histogram",
+    ),
+    # SGLang asked for return_spec_tokens_details, or its own route; drafted is nominal there
+    (
+        ("sglext", "spec_tokens_details"),
+        "spec_verify_ct",
+        "spec_num_proposed_drafts",
+        "spec_num_correct_drafts",
+        "spec_correct_drafts_histogram",
+    ),
+    (
+        ("meta_info",),
+        "spec_verify_ct",
+        "spec_num_proposed_drafts",
+        "spec_num_correct_drafts",
+        "spec_correct_drafts_histogram",
+    ),
+    # TensorRT-LLM, inside the choice
+    (
+        ("choice",),
+        "num_spec_steps",
+        "total_draft_tokens",
+        "total_accepted_draft_tokens",
+        "acceptance_histogram",
+    ),
+)
+
+# Tokens that the server says it generated: compared with those received, to find other clients.
+_GENERATED = re.compile(
+    r"(?:llamacpp:|lemonade_llamacpp_)tokens_predicted_total$|(?:vllm|sglang|lmdeploy):generation_tokens_total$"
+    r"|trtllm_generation_tokens_total$|tgi_request_generated_tokens_sum$"
+)
+
+_SPECULATION = re.compile(
+    r"(?!http)(?:.*[^a-z])?(?:spec_|specul|draft|skipped_tokens|accepted_|acceptance)"
+)
+
+# Engines whose page has speculation counters only where speculation is configured.
+_SPECULATION_CONFIGURES = re.compile(r"(?:vllm|lmdeploy):generation_tokens_total$")
+
+_RUNNING = re.compile(
+    r".*(?:requests_processing|requests_running|num_running_reqs|batch_current_size)$"
+)
+
+_WAITING = re.compile(r".*(?:requests_deferred|requests_waiting|num_queue_reqs|queue_size)$")
+
+_MEMORY = re.compile(r"vllm:cache_config_info$|process_resident_memory_bytes$")
+
+# ---- arithmetic ---------------------------------------------------------------------------------
+
+
+# Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding, 2023.
+# alpha: probability that a tested draft is accepted; k: chain length; c: cost of one draft step in target steps.
+def check_arithmetic(alpha: float = 0.0, k: int = 0, c: float = 0.0) -> None:
+    """UsageError for what is not a probability, a chain length or a cost."""
+    if not 0.0 <= alpha <= 1.0:
+        raise UsageError(f"alpha {alpha:g} is not a probability between 0 and 1")
+    if not 0 <= k <= LONGEST_ASKED:
+        raise UsageError(f"chain length {k} is not between 0 and {LONGEST_ASKED}")
+    if not 0.0 <= c < math.inf:
+        raise UsageError(f"draft cost {c:g} is not a number of target steps, 0 or more")
+
+
+def expected_tokens(alpha: float, k: int) -> float:
+    """Tokens per verification step, (1 - alpha^(k+1)) / (1 - alpha): between 1 and k + 1.  Leviathan et al., eq. 1."""
+    check_arithmetic(alpha, k)
+    return math.fsum(alpha**i for i in range(k + 1))
+
+
+def speedup(alpha: float, k: int, c: float) -> float:
+    """Expected speed-up E / (1 + k c) where verification costs one target step.  Leviathan et al., theorem 3.8."""
+    check_arithmetic(alpha, k, c)
+    return expected_tokens(alpha, k) / (1 + k * c)
+
+
+def bisected(value_at: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    """Where a growing function reaches `wanted`, to the last bits."""
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if value_at(middle) < wanted else (low, middle)
+    return high
+
+
+def alpha_needed(k: int, step_cost: float) -> tuple[str, Optional[float]]:
+    """("alpha", the alpha at which k drafts pay for a step of this cost), or ("any", 0), or ("cannot-pay", None)."""
+    check_arithmetic(k=k)
+    if step_cost <= 1.0:
+        return "any", 0.0
+    if step_cost > k + 1:
+        return "cannot-pay", None
+    return "alpha", bisected(lambda alpha: expected_tokens(alpha, k), step_cost, 0.0, 1.0)
+
+
+def alpha_for_accepted(accepted_per_step: float, k: int) -> Optional[float]:
+    """The alpha with alpha + ... + alpha^k accepted drafts per step; None where no alpha gives so many."""
+    if not 0.0 <= accepted_per_step <= k:
+        return None
+    if accepted_per_step == 0.0:
+        return 0.0
+    return bisected(lambda alpha: expected_tokens(alpha, k), 1 + accepted_per_step, 0.0, 1.0)
+
+
+def best_chain(alpha: float, c: float) -> tuple[Optional[int], float]:
+    """(chain length, speed-up) with the highest expected speed-up; length 0, no draft, where none is above 1.
+
+    The speed-up rises to one peak and falls.  Where it never falls, longer is always better: (None, its limit).
+    Lengths up to 10000 are looked at.
+    """
+    check_arithmetic(alpha, 0, c)
+    if c == 0.0 or (alpha == 1.0 and c < 1.0):
+        limit = 1 / (1 - alpha) if alpha < 1.0 else 1 / c if c else math.inf
+        return (None, limit) if alpha > 0.0 else (0, 1.0)
+    k, best, tokens = 0, 1.0, 1.0
+    while k < LONGEST_ASKED and (tokens + alpha ** (k + 1)) / (1 + (k + 1) * c) > best:
+        k += 1
+        tokens += alpha**k
+        best = tokens / (1 + k * c)
+    return k, best
+
+
+def predicted_by_chain(
+    survivals: Sequence[float], step_cost: Callable[[int], float], longest: int
+) -> list[JSON]:
+    """Speed-up for each chain length up to `longest`: 1 + accepted per step, over the cost of a step.
+
+    `survivals` are unconditional acceptance rates by position; beyond the last the conditional rate is carried on,
+    and the figure marked as extrapolated.
+    """
+    rates = list(survivals)
+    before = rates[-2] if len(rates) > 1 else 1.0
+    last = rates[-1] / before if before > 0 else 0.0
+    while len(rates) < longest:
+        rates.append(rates[-1] * min(last, 1.0))
+    return [
+        {
+            "chain": k,
+            "predicted_speedup": (1 + math.fsum(rates[:k])) / cost,
+            "extrapolated": k > len(survivals),
+        }
+        for k in range(1, longest + 1)
+        if (cost := step_cost(k)) > 0
+    ]
+
+
+def fitted_costs(points: Sequence[tuple[float, float]]) -> Optional[tuple[float, float]]:
+    """(verification cost, draft cost) from (drafts per step, step cost) of several chain lengths, by least squares.
+
+    Step cost = verification + drafts x draft cost, all in target steps; one chain length cannot separate them.
+    """
+    if len({round(k, 3) for k, _ in points}) < 2:
+        return None
+    mean_k, mean_x = (
+        math.fsum(k for k, _ in points) / len(points),
+        math.fsum(x for _, x in points) / len(points),
+    )
+    slope = math.fsum((k - mean_k) * (x - mean_x) for k, x in points) / math.fsum(
+        (k - mean_k) ** 2 for k, _ in points
+    )
+    return mean_x - slope * mean_k, slope
+
+
+# ---- statistics ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A ratio with its 95% interval (None where there is none) and the number of prompts it rests on."""
+
+    ratio: float
+    low: Optional[float]
+    high: Optional[float]
+    prompts: int
+
+
+def as_json(found: Optional[Estimate], name: str = "ratio") -> Optional[JSON]:
+    """An estimate as it stands in the records; the same statistics serve a plain speed under another name."""
+    if found is None:
+        return None
+    return {
+        name: found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "level": 0.95,
+        "prompts": found.prompts,
+    }
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two middle ones."""
+    ranked = sorted(values)
+    return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+
+
+def t_probability(t: float, df: int) -> float:
+    """P(|T| <= t) for Student's t with whole degrees of freedom.  Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    theta = math.atan2(t, math.sqrt(df))
+    cosine, sine = math.cos(theta), math.sin(theta)
+    term, total = (cosine, cosine) if df % 2 else (1.0, 1.0)
+    for i in range(2 + df % 2, df - 1, 2):
+        term *= cosine * cosine * (i - 1) / i
+        total += term
+    if df % 2 == 0:
+        return sine * total
+    return 2 / math.pi * (theta + (sine * total if df > 1 else 0.0))
+
+
+@functools.cache
+def t_quantile(df: int, level: float = 0.95) -> float:
+    """The t that a Student variable with `df` degrees of freedom stays within, in absolute value, at this level."""
+    return bisected(lambda t: t_probability(t, df), level, 0.0, 1e4)
+
+
+def estimate(logs: Sequence[float], spread: Optional[float], df: int, prompts: int) -> Estimate:
+    """exp of the mean log ratio, and its t interval from the standard deviation `spread` (None: no interval)."""
+    mean = math.fsum(logs) / len(logs)
+    if spread is None or df < 1:
+        return Estimate(math.exp(mean), None, None, prompts)
+    half = t_quantile(df) * spread / math.sqrt(len(logs))
+    return Estimate(
+        math.exp(mean),
+        math.exp(max(mean - half, -700.0)),
+        math.exp(min(mean + half, 700.0)),
+        prompts,
+    )
+
+
+def deviation(values: Sequence[float]) -> Optional[float]:
+    """The sample standard deviation, None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def over_prompts(logs: Logs) -> Optional[Estimate]:
+    """For prompts like these: repeats collapse to their median, since prompts are the sample and repeats are not."""
+    medians = [median(repeats) for repeats in logs]
+    return (
+        estimate(medians, deviation(medians), len(medians) - 1, len(medians)) if medians else None
+    )
+
+
+def over_repeats(logs: Logs) -> Optional[Estimate]:
+    """For exactly these prompts: the mean of all pairs, with the spread of repeats within prompts."""
+    everything = [value for repeats in logs for value in repeats]
+    if not everything:
+        return None
+    df = len(everything) - len(logs)
+    within = math.fsum((deviation(repeats) or 0.0) ** 2 * (len(repeats) - 1) for repeats in logs)
+    return estimate(everything, math.sqrt(within / df) if df else None, df, len(logs))
+
+
+def stall_count(logs: Logs) -> int:
+    """Repeats far from their prompt's median, against the median residual of all: counted, never deleted."""
+    residuals = [abs(value - median(repeats)) for repeats in logs for value in repeats]
+    moved = [residual for residual in residuals if residual > 0]
+    return sum(residual > STALL_CUTOFF * median(moved) for residual in moved) if moved else 0
+
+
+def verdict_of(speed: Optional[Estimate], min_gain: float) -> str:
+    """pays, does-not-pay or undecided: only a whole interval on one side of 1 + min_gain decides."""
+    if speed is None or speed.low is None or speed.high is None:
+        return "undecided"
+    return (
+        "pays"
+        if speed.low > 1 + min_gain
+        else "does-not-pay"
+        if speed.high < 1 + min_gain
+        else "undecided"
+    )
+
+
+def more_prompts(logs: Logs, min_gain: float) -> Optional[str]:
+    """How many more prompts might settle an undecided verdict, to one significant figure; None where unknowable.
+
+    ((1.96 + 0.84) s / distance)^2 prompts give 80% power at the 5% level.
+    """
+    medians = [median(repeats) for repeats in logs]
+    spread = deviation(medians)
+    if spread is None:
+        return None
+    distance = abs(math.fsum(medians) / len(medians) - math.log1p(min_gain))
+    needed = ((1.96 + 0.84) * spread / distance) ** 2 - len(medians) if distance > 0 else math.inf
+    if needed > 100:
+        return "more than 100"
+    return f"{max(float(f'{needed:.1g}'), 1.0):.0f}"
+
+
+# ---- HTTP client --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -458,7 +1043,11 @@ def _opener() -> urllib.request.OpenerDirector:
     handler = urllib.request.HTTPHandler()
     handler.http_open = lambda req: handler.do_open(_connect, req)  # type: ignore[method-assign,arg-type]
     opener = urllib.request.OpenerDirector()
-    for each in (handler, urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()):
+    for each in (
+        handler,
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.HTTPDefaultErrorHandler(),
+    ):
         opener.add_handler(each)
     opener.addheaders = [("User-Agent", f"measure-speculative/{__version__}")]
     return opener
@@ -467,7 +1056,9 @@ def _opener() -> urllib.request.OpenerDirector:
 def checked_url(url: str, option: str, query_allowed: bool = False) -> urllib.parse.SplitResult:
     """The parts of a plain http URL; UsageError for anything else, without echoing credentials."""
     if "@" in (url.partition("?")[0] if query_allowed else url):
-        raise UsageError(f"{option} holds credentials (not shown); put a key into the environment, see --api-key-env")
+        raise UsageError(
+            f"{option} holds credentials (not shown); put a key into the environment, see --api-key-env"
+        )
     try:
         parts = urllib.parse.urlsplit(url.strip())
         host, _ = parts.hostname, parts.port
@@ -484,7 +1075,9 @@ def checked_url(url: str, option: str, query_allowed: bool = False) -> urllib.pa
         plain = re.split(r"[?#]", url)[0]
         raise UsageError(f"{option} {plain!r} has a query or fragment; give the plain base URL")
     if re.search(r"[\x00-\x20\x7f]", url.strip()) or not (parts.path + parts.query).isascii():
-        raise UsageError(f"{option} {url!r} holds a blank, control or non-ASCII character; write it as %XX")
+        raise UsageError(
+            f"{option} {url!r} holds a blank, control or non-ASCII character; write it as %XX"
+        )
     return parts
 
 
@@ -506,9 +1099,20 @@ def same_server(url: str, other: str) -> bool:
 def redacted(text: str, key: str, least: int = 1) -> str:
     """The text without a key of `least` characters or more, however a server that echoes it may have spelled it."""
     if len(key) >= least and key:
-        markup = key.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
-        spellings = {key, markup, urllib.parse.quote(key), urllib.parse.quote(key, safe=""), json.dumps(key)[1:-1],
-                     key.replace("/", "\\/")}
+        markup = (
+            key.replace("&", "&amp;")
+            .replace("<", "&lt;")
+            .replace(">", "&gt;")
+            .replace('"', "&quot;")
+        )
+        spellings = {
+            key,
+            markup,
+            urllib.parse.quote(key),
+            urllib.parse.quote(key, safe=""),
+            json.dumps(key)[1:-1],
+            key.replace("/", "\\/"),
+        }
         for form in sorted(spellings, key=len, reverse=True):
             text = text.replace(form, "[key]")
     return text
@@ -517,19 +1121,16 @@ def redacted(text: str, key: str, least: int = 1) -> str:
 def scrubbed(value: Any, key: str, levels: int = 20) -> Any:
     """A JSON value as it may be kept: without the key in its strings, numbers finite, no deeper than `levels`."""
     if isinstance(value, dict):
-        return {redacted(name, key, SECRET_LENGTH): scrubbed(item, key, levels - 1) for name, item in value.items()
-                if levels}
+        return {
+            redacted(name, key, SECRET_LENGTH): scrubbed(item, key, levels - 1)
+            for name, item in value.items()
+            if levels
+        }
     if isinstance(value, list):
         return [scrubbed(item, key, levels - 1) for item in value if levels]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return redacted(value, key, SECRET_LENGTH) if isinstance(value, str) else value
-
-
-def one_line(text: str, limit: int = 300) -> str:
-    """Server text for a message: blanks folded, cut at `limit` characters."""
-    folded = " ".join(text.split())
-    return folded if len(folded) <= limit else folded[: limit - 3] + "..."
 
 
 def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
@@ -547,7 +1148,9 @@ def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
     if error.code >= 500 and error.code != 503:
         text = f"{text}; see the server's log"
     retry_after = error.headers.get("Retry-After") if error.headers else None
-    return RequestFailed(one_line(redacted(f"HTTP {error.code}: {text}", key)), error.code, retry_after)
+    return RequestFailed(
+        one_line(redacted(f"HTTP {error.code}: {text}", key)), error.code, retry_after
+    )
 
 
 def said_in(error: Any) -> str:
@@ -567,7 +1170,9 @@ def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
     if isinstance(reason, (socket.gaierror, UnicodeError)):
         return "the host name is not known"
     if isinstance(reason, (ConnectionError, http.client.IncompleteRead)):
-        return "the server closed the connection before its answer was complete; see the server's log"
+        return (
+            "the server closed the connection before its answer was complete; see the server's log"
+        )
     return one_line(redacted(f"{type(reason).__name__}: {reason}; is this an HTTP server?", key))
 
 
@@ -590,21 +1195,30 @@ def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
                 raise RequestFailed(f"sent a body that says gzip and is not: {error}") from None
         total += len(piece)
         if total > MAX_BODY_BYTES:
-            raise RequestFailed(f"sent more than {MAX_BODY_BYTES >> 20} MiB; does its answer stop at --max-tokens?")
+            raise RequestFailed(
+                f"sent more than {MAX_BODY_BYTES >> 20} MiB; does its answer stop at --max-tokens?"
+            )
         yield piece
     if left or (unpack and not unpack.eof):
         raise http.client.IncompleteRead(b"", left)
 
 
-def exchange(url: str, key: str, timeout_s: float, read: Callable[[http.client.HTTPResponse], Any],
-             body: Optional[JSON] = None) -> Any:
+def exchange(
+    url: str,
+    key: str,
+    timeout_s: float,
+    read: Callable[[http.client.HTTPResponse], Any],
+    body: Optional[JSON] = None,
+) -> Any:
     """What `read` makes of the response to a GET, or to a POST of `body`; RequestFailed says why there is none."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
     if data is not None:
         headers["Content-Type"] = "application/json"
     try:
-        with contextlib.closing(_opener().open(urllib.request.Request(url, data, headers), timeout=timeout_s)) as sent:
+        with contextlib.closing(
+            _opener().open(urllib.request.Request(url, data, headers), timeout=timeout_s)
+        ) as sent:
             return read(sent)
     except urllib.error.HTTPError as error:
         raise _refusal(error, key) from None
@@ -617,9 +1231,13 @@ def whole_body(response: http.client.HTTPResponse) -> bytes:
     return b"".join(body_pieces(response))
 
 
-def get_text(url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S) -> tuple[str, http.client.HTTPMessage]:
+def get_text(
+    url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S
+) -> tuple[str, http.client.HTTPMessage]:
     """The text of a GET and its headers, key removed; RequestFailed otherwise."""
-    body, headers = exchange(url, key, timeout_s, lambda response: (whole_body(response), response.headers))
+    body, headers = exchange(
+        url, key, timeout_s, lambda response: (whole_body(response), response.headers)
+    )
     return redacted(body.decode("utf-8-sig", "replace"), key, SECRET_LENGTH), headers
 
 
@@ -639,7 +1257,9 @@ def patiently(call: Callable[[], Any], say: Say, who: str) -> tuple[Any, float]:
             if error.status not in (429, 503):
                 raise
             pause = growing
-            with contextlib.suppress(ValueError):  # a date is allowed too; the usual pause is as good
+            with contextlib.suppress(
+                ValueError
+            ):  # a date is allowed too; the usual pause is as good
                 told = float(error.retry_after or growing)
                 pause = told if math.isfinite(told) else growing
             pause = min(max(pause, 0.5), MAX_WAIT_S)
@@ -656,19 +1276,30 @@ def patiently(call: Callable[[], Any], say: Say, who: str) -> tuple[Any, float]:
 
 def complete(endpoint: Endpoint, messages: Sequence[JSON]) -> Answer:
     """One greedy completion, timed from the request to its last byte.  RequestFailed where there is no whole answer."""
-    extra: JSON = {"stream": True, "stream_options": {"include_usage": True}} if endpoint.stream else {"stream": False}
+    extra: JSON = (
+        {"stream": True, "stream_options": {"include_usage": True}}
+        if endpoint.stream
+        else {"stream": False}
+    )
     started = time.perf_counter()
-    answer: Answer = post_chat(endpoint, messages, extra, lambda sent: _read_answer(sent, started, endpoint.key))
+    answer: Answer = post_chat(
+        endpoint, messages, extra, lambda sent: _read_answer(sent, started, endpoint.key)
+    )
     return answer
 
 
 def post_chat(
-    endpoint: Endpoint, messages: Sequence[JSON], extra: JSON, read: Callable[[http.client.HTTPResponse], Any]
+    endpoint: Endpoint,
+    messages: Sequence[JSON],
+    extra: JSON,
+    read: Callable[[http.client.HTTPResponse], Any],
 ) -> Any:
     """What `read` makes of the answer to a chat request; the endpoint's own fields win, and a null removes one."""
     body = {"model": endpoint.model, "messages": list(messages), **extra, **endpoint.request}
     body = {name: value for name, value in body.items() if value is not None}
-    return exchange(endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s, read, body)
+    return exchange(
+        endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s, read, body
+    )
 
 
 def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -> Answer:
@@ -684,8 +1315,16 @@ def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -
     try:
         event = loads(text.lstrip("\ufeff"))
     except ValueError:
-        kind = "an HTML page" if body.lstrip()[:1] == b"<" else "nothing" if not body.strip() else "no valid JSON"
-        raise RequestFailed(f"answered with {kind}; is this the base URL of an OpenAI-compatible server?") from None
+        kind = (
+            "an HTML page"
+            if body.lstrip()[:1] == b"<"
+            else "nothing"
+            if not body.strip()
+            else "no valid JSON"
+        )
+        raise RequestFailed(
+            f"answered with {kind}; is this the base URL of an OpenAI-compatible server?"
+        ) from None
     builder.add(event, at)
     builder.done = bool(as_dict(event).get("choices"))
     return builder.answer(streamed=False)
@@ -697,10 +1336,6 @@ def _decoded(raw: bytes) -> tuple[str, bool]:
         return raw.decode("utf-8"), False
     except UnicodeDecodeError:
         return raw.decode("utf-8", "replace"), True
-
-
-# What engines report about a single answer, kept as sent: see the acceptance section.
-STATISTICS_KEYS = ("timings", "metrics", "sglext", "meta_info", "stats", "system_fingerprint")
 
 
 class AnswerBuilder:
@@ -748,7 +1383,9 @@ class AnswerBuilder:
             event = json.loads(text)
         except (ValueError, RecursionError) as error:
             self.unreadable += bool(text)
-            is_cut = isinstance(error, json.JSONDecodeError) and bool(re.search(r"[{}\"]", text))  # not a mere "ping"
+            is_cut = isinstance(error, json.JSONDecodeError) and bool(
+                re.search(r"[{}\"]", text)
+            )  # not a mere "ping"
             self.lacks_a_piece |= (is_cut or '"content"' in text) and self.finish_reason is None
         if event is not None or failed:
             self.add({"error": event or text or "no reason given"} if failed else event, at)
@@ -756,7 +1393,9 @@ class AnswerBuilder:
     def add(self, event: Any, at: float) -> None:
         """Take in one event; RequestFailed for an error object, whatever came before it."""
         event, self.last_at = as_dict(event), at
-        complaint = event.get("error") or ("choices" not in event and (event.get("message") or event.get("detail")))
+        complaint = event.get("error") or (
+            "choices" not in event and (event.get("message") or event.get("detail"))
+        )
         if complaint or "error" in (event.get("object"), event.get("type")):
             words = said_in(event.get("error") or event)
             said = one_line(redacted(f"sent an error instead of an answer: {words}", self.key))
@@ -794,12 +1433,18 @@ class AnswerBuilder:
         content, damaged = _joined(self.content, self.key)
         reasoning, damaged_too = _joined(self.reasoning, self.key)
         if not (self.done or self.finish_reason):
-            raise RequestFailed(f"the answer ended without a finish reason and without [DONE] ({len(content)} "
-                                "characters had come); did the server stop or crash? See its log")
+            raise RequestFailed(
+                f"the answer ended without a finish reason and without [DONE] ({len(content)} "
+                "characters had come); did the server stop or crash? See its log"
+            )
         if self.lacks_a_piece:
-            raise RequestFailed("sent a stream with a damaged event, so its text lacks a piece; see the server's log")
+            raise RequestFailed(
+                "sent a stream with a damaged event, so its text lacks a piece; see the server's log"
+            )
         if re.search(r"(?i)error|abort|cancel|timed?.?out|fail", self.finish_reason or ""):
-            raise RequestFailed(f"gave up, with the finish reason {self.finish_reason}; see the server's log")
+            raise RequestFailed(
+                f"gave up, with the finish reason {self.finish_reason}; see the server's log"
+            )
         if self.unreadable and not (content or reasoning):
             raise RequestFailed("sent a stream that cannot be read: no event of it is JSON")
         if details := as_dict(self.usage.get("completion_tokens_details")):
@@ -808,18 +1453,28 @@ class AnswerBuilder:
         timings = as_dict(self.statistics.get("timings"))
         cached = as_count(as_dict(self.usage.get("prompt_tokens_details")).get("cached_tokens"))
         return Answer(
-            content, reasoning, self.finish_reason, (self.last_at or self.started) - self.started,
+            content,
+            reasoning,
+            self.finish_reason,
+            (self.last_at or self.started) - self.started,
             self.first_at - self.started if streamed and self.first_at is not None else None,
-            *self._decode_time(timings, tokens, streamed), tokens, as_count(self.usage.get("prompt_tokens")),
+            *self._decode_time(timings, tokens, streamed),
+            tokens,
+            as_count(self.usage.get("prompt_tokens")),
             as_count(timings.get("cache_n")) if cached is None else cached,
-            scrubbed(self.statistics, self.key), streamed, self.undecodable or damaged or damaged_too,
+            scrubbed(self.statistics, self.key),
+            streamed,
+            self.undecodable or damaged or damaged_too,
         )
 
     def _decode_time(
         self, timings: JSON, tokens: Optional[int], streamed: bool
     ) -> tuple[Optional[float], Optional[int], Optional[str]]:
         """(seconds, tokens made in them, source): the server's own clock where it tells it, else the stream's."""
-        told_ms, told_n = as_number(timings.get("predicted_ms")), as_count(timings.get("predicted_n"))
+        told_ms, told_n = (
+            as_number(timings.get("predicted_ms")),
+            as_count(timings.get("predicted_n")),
+        )
         if told_ms and 1e-6 < told_ms < 1e12 and told_n and told_n > 1:
             rate = as_number(timings.get("predicted_per_second")) or 0.0
             # newer llama.cpp books the first token to the prompt, as its own rate shows; others book it to this time
@@ -830,7 +1485,11 @@ class AnswerBuilder:
         decode_tokens = tokens - (self.first_tokens or 1)
         if decode_tokens < 1 or self.last_text_at <= self.first_at:
             return None, None, None
-        return self.last_text_at - self.first_at, decode_tokens, "stream" if self.first_tokens else "stream-approximate"
+        return (
+            self.last_text_at - self.first_at,
+            decode_tokens,
+            "stream" if self.first_tokens else "stream-approximate",
+        )
 
 
 def _lines(first: bytes, pieces: Iterator[bytes]) -> Iterator[tuple[bytes, float]]:
@@ -864,7 +1523,11 @@ def _text_of(value: Any) -> str:
         return value
     if not isinstance(value, list):
         return ""
-    return "".join(str(as_dict(part).get("text") or "") for part in value if as_dict(part).get("type") == "text")
+    return "".join(
+        str(as_dict(part).get("text") or "")
+        for part in value
+        if as_dict(part).get("type") == "text"
+    )
 
 
 def _joined(parts: list[str], key: str) -> tuple[str, bool]:
@@ -878,7 +1541,7 @@ def _joined(parts: list[str], key: str) -> tuple[str, bool]:
         return whole, whole.count("\ufffd") > text.count("\ufffd")
 
 
-# ---- Prometheus scraper -----------------------------------------------------------------------------------
+# ---- Prometheus scraper -------------------------------------------------------------------------
 
 
 class Sample(NamedTuple):
@@ -904,8 +1567,13 @@ _SAMPLE = re.compile(
     r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?=[ \t{])[ \t]*(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})?"
     r"[ \t]*([^\s#{]+)(?:[ \t]+-?[0-9.eE+-]+)?[ \t]*(?:#[ \t]*\{.*)?$"
 )
-_LABEL = re.compile(r"([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*\"((?:[^\"\\]|\\.)*)\"[ \t]*(?:,[ \t]*|$)")
+
+_LABEL = re.compile(
+    r"([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*\"((?:[^\"\\]|\\.)*)\"[ \t]*(?:,[ \t]*|$)"
+)
+
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
 _PARTS = re.compile(r"_(?:total|bucket|sum|count|created)$")
 
 
@@ -916,7 +1584,9 @@ def parse_metrics(text: str) -> list[Sample]:
     """
     samples = []
     kinds: dict[str, str] = {}
-    for raw in text.lstrip("\ufeff").split("\n"):  # not splitlines: label values may hold other line ends
+    for raw in text.lstrip("\ufeff").split(
+        "\n"
+    ):  # not splitlines: label values may hold other line ends
         line = raw.strip(" \t\r")
         if line[:1] == "#":
             words = line.split(None, 3)
@@ -930,25 +1600,14 @@ def parse_metrics(text: str) -> list[Sample]:
             labels = tuple(sorted((key, _unescaped(text)) for key, text in _LABEL.findall(inside)))
             with contextlib.suppress(ValueError):
                 kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
-                samples.append(Sample(name, labels, float(number), kind, line[: match.start(3)].strip()))
+                samples.append(
+                    Sample(name, labels, float(number), kind, line[: match.start(3)].strip())
+                )
     return samples
 
 
 def _unescaped(raw: str) -> str:
     return re.sub(r"\\[\\\"n]", lambda match: _ESCAPES[match.group()], raw) if "\\" in raw else raw
-
-
-# Tokens that the server says it generated: compared with those received, to find other clients.
-_GENERATED = re.compile(
-    r"(?:llamacpp:|lemonade_llamacpp_)tokens_predicted_total$|(?:vllm|sglang|lmdeploy):generation_tokens_total$"
-    r"|trtllm_generation_tokens_total$|tgi_request_generated_tokens_sum$"
-)
-_SPECULATION = re.compile(r"(?!http)(?:.*[^a-z])?(?:spec_|specul|draft|skipped_tokens|accepted_|acceptance)")
-# Engines whose page has speculation counters only where speculation is configured.
-_SPECULATION_CONFIGURES = re.compile(r"(?:vllm|lmdeploy):generation_tokens_total$")
-_RUNNING = re.compile(r".*(?:requests_processing|requests_running|num_running_reqs|batch_current_size)$")
-_WAITING = re.compile(r".*(?:requests_deferred|requests_waiting|num_queue_reqs|queue_size)$")
-_MEMORY = re.compile(r"vllm:cache_config_info$|process_resident_memory_bytes$")
 
 
 @dataclass(frozen=True)
@@ -987,13 +1646,22 @@ def snapshot_of(text: str, headers: http.client.HTTPMessage, model: str) -> Snap
     for sample in page:
         if sample.name == "process_start_time_seconds":
             process = process or repr(sample.value)
-    wanted = [s for s in page if as_number(s.value) is not None and any(
-        pattern.match(s.name) for pattern in (_SPECULATION, _GENERATED, _RUNNING, _WAITING, _MEMORY)
-    )]
+    wanted = [
+        s
+        for s in page
+        if as_number(s.value) is not None
+        and any(
+            pattern.match(s.name)
+            for pattern in (_SPECULATION, _GENERATED, _RUNNING, _WAITING, _MEMORY)
+        )
+    ]
     models = {name for s in wanted if (name := s.label("model_name", "model"))}
     if len(models) > 1:
         if model not in models:
-            return Snapshot(None, f"the page counts several models ({', '.join(sorted(models))}), none named {model}")
+            return Snapshot(
+                None,
+                f"the page counts several models ({', '.join(sorted(models))}), none named {model}",
+            )
         wanted = [s for s in wanted if s.label("model_name", "model") in (None, model)]
     return Snapshot(tuple(wanted), None, process)
 
@@ -1012,26 +1680,11 @@ def metrics_snapshot(endpoint: Endpoint) -> Snapshot:
             hint = "it wants a key, which goes to the server's own address only"
         return Snapshot(None, f"{where}: {error} ({hint})")
     snapshot = snapshot_of(text, headers, endpoint.model)
-    return replace(snapshot, unavailable=f"{where}: {snapshot.unavailable}") if snapshot.unavailable else snapshot
-
-
-def find_metrics(endpoint: Endpoint) -> tuple[Endpoint, Snapshot]:
-    """The endpoint with the address of its metrics page, and what the page says."""
-    given, page = endpoint.metrics_url, endpoint.root + "/metrics"
-    if endpoint.engine == "tensorrt-llm":  # its /metrics is JSON and is emptied by every read
-        page = endpoint.root + "/prometheus/metrics"
-    endpoint = replace(endpoint, metrics_url=given or page)
-    snapshot, retry = metrics_snapshot(endpoint), None
-    if snapshot.unavailable and not given:
-        if "HTTP 400" in snapshot.unavailable and "model" in snapshot.unavailable:
-            retry = f"{page}?model={urllib.parse.quote(endpoint.model, safe='', errors='replace')}"
-        elif "JSON" in snapshot.unavailable:
-            retry = endpoint.root + "/prometheus/metrics"
-    if retry:
-        second = metrics_snapshot(replace(endpoint, metrics_url=retry))
-        if second.samples is not None:
-            return replace(endpoint, metrics_url=retry), second
-    return endpoint, snapshot
+    return (
+        replace(snapshot, unavailable=f"{where}: {snapshot.unavailable}")
+        if snapshot.unavailable
+        else snapshot
+    )
 
 
 def is_counter(sample: Sample) -> bool:
@@ -1054,10 +1707,18 @@ def counter_growth(before: Snapshot, after: Snapshot) -> Growth:
     lost = {key for key, value in old.items() if value > 0} - {s.identity for s in new}
     fell = any(s.value < old.get(s.identity, 0.0) for s in new)
     if before.process != after.process or reborn or lost or fell:
-        return Growth(None, "counters were reset during the run: the server was restarted", reset=True)
-    return Growth(tuple(
-        s._replace(value=s.value - old.get(s.identity, 0.0), kind="rounded" if is_rounded(s) else s.kind) for s in new
-    ))
+        return Growth(
+            None, "counters were reset during the run: the server was restarted", reset=True
+        )
+    return Growth(
+        tuple(
+            s._replace(
+                value=s.value - old.get(s.identity, 0.0),
+                kind="rounded" if is_rounded(s) else s.kind,
+            )
+            for s in new
+        )
+    )
 
 
 def is_rounded(sample: Sample) -> bool:
@@ -1103,7 +1764,9 @@ def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: Optional[in
         growth = counter_growth(before, after)
         generated = generated_tokens(growth)
         counted = received is None or generated is None or generated >= received
-        if growth.samples is None or (counted and counter_growth(before, previous).samples == growth.samples):
+        if growth.samples is None or (
+            counted and counter_growth(before, previous).samples == growth.samples
+        ):
             break
     return after
 
@@ -1111,10 +1774,28 @@ def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: Optional[in
 def generated_tokens(growth: Growth) -> Optional[float]:
     """Tokens that the server says it generated meanwhile, None where its page does not tell."""
     found = [s for s in growth.samples or () if _GENERATED.match(s.name)]
-    return sum(s.value for s in found) if found and all(s.kind != "rounded" for s in found) else None
+    return (
+        sum(s.value for s in found) if found and all(s.kind != "rounded" for s in found) else None
+    )
 
 
-# ---- acceptance -------------------------------------------------------------------------------------------
+def _by_series(samples: Iterable[Sample]) -> JSON:
+    """The values of the speculation series among them, under the server's own names, positions in numeric order."""
+
+    def place(sample: Sample) -> tuple[str, int, str]:
+        position = position_of(sample)
+        return sample.name, -1 if position is None else position, sample.series
+
+    kept = sorted((s for s in samples if _SPECULATION.match(s.name)), key=place)
+    return {s.series: int(s.value) if s.value == int(s.value) else s.value for s in kept}
+
+
+def spec_delta(growth: Growth) -> Optional[JSON]:
+    """Growth of every speculation counter."""
+    return None if growth.samples is None else _by_series(growth.samples)
+
+
+# ---- acceptance ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1143,21 +1824,6 @@ def from_timings(statistics: JSON) -> Optional[Acceptance]:
     return Acceptance("timings", as_count(timings.get("draft_rounds")), drafted, accepted)
 
 
-# Blocks with a histogram: where they stand, and what they call the steps, the drafted and the accepted tokens.
-HISTOGRAM_BLOCKS = (
-    # vLLM with --per-request-spec-decode-metrics
-    (("metrics", "speculative_decoding"), "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
-     "acceptance_histogram"),
-    # SGLang asked for return_spec_tokens_details, or its own route; drafted is nominal there
-    (("sglext", "spec_tokens_details"), "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts",
-     "spec_correct_drafts_histogram"),
-    (("meta_info",), "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts",
-     "spec_correct_drafts_histogram"),
-    # TensorRT-LLM, inside the choice
-    (("choice",), "num_spec_steps", "total_draft_tokens", "total_accepted_draft_tokens", "acceptance_histogram"),
-)
-
-
 def from_histogram_block(statistics: JSON) -> Optional[Acceptance]:
     """vLLM, SGLang, TensorRT-LLM: h[j] steps had exactly j drafts accepted, so position i has the sum over j > i."""
     for path, *names, histogram in HISTOGRAM_BLOCKS:
@@ -1165,7 +1831,11 @@ def from_histogram_block(statistics: JSON) -> Optional[Acceptance]:
         steps, drafted, accepted = (as_count(block.get(name)) for name in names)
         if steps is not None or accepted is not None:
             raw = block.get(histogram)
-            counts = [as_count(n) or 0 for n in raw] if isinstance(raw, list) and len(raw) <= LONGEST_CHAIN else []
+            counts = (
+                [as_count(n) or 0 for n in raw]
+                if isinstance(raw, list) and len(raw) <= LONGEST_CHAIN
+                else []
+            )
             positions = tuple(sum(counts[i:]) for i in range(1, len(counts))) if counts else None
             return Acceptance("response", steps, drafted, accepted, positions)
     return None
@@ -1180,33 +1850,52 @@ def _from_rejected(block: JSON, accepted_name: str, rejected_name: str) -> Optio
 
 def from_lm_studio(statistics: JSON) -> Optional[Acceptance]:
     """LM Studio's `stats`; drafts it ignored were never verified and do not count as drafted."""
-    return _from_rejected(as_dict(statistics.get("stats")), "accepted_draft_tokens_count",
-                          "rejected_draft_tokens_count")
+    return _from_rejected(
+        as_dict(statistics.get("stats")),
+        "accepted_draft_tokens_count",
+        "rejected_draft_tokens_count",
+    )
 
 
 def from_usage_details(statistics: JSON) -> Optional[Acceptance]:
     """tabbyAPI and gateways; many servers that never draft send both fields as 0, which tells nothing."""
-    found = _from_rejected(as_dict(statistics.get("usage_details")), "accepted_prediction_tokens",
-                           "rejected_prediction_tokens")
+    found = _from_rejected(
+        as_dict(statistics.get("usage_details")),
+        "accepted_prediction_tokens",
+        "rejected_prediction_tokens",
+    )
     return found if found and found.drafted else None
 
 
 def from_koboldcpp(statistics: JSON) -> Optional[Acceptance]:
     """KoboldCpp's page on its last generation: one failure is one round that ended in a rejection, not one token."""
     perf = as_dict(statistics.get("perf"))
-    accepted, failures = as_count(perf.get("last_draft_success")), as_count(perf.get("last_draft_failed"))
+    accepted, failures = (
+        as_count(perf.get("last_draft_success")),
+        as_count(perf.get("last_draft_failed")),
+    )
     if accepted is None or failures is None or accepted + failures == 0:
         return None
     return Acceptance("response", None, None, accepted, None, failures)
 
 
-ANSWER_SOURCES = (from_timings, from_histogram_block, from_lm_studio, from_usage_details, from_koboldcpp)
+ANSWER_SOURCES = (
+    from_timings,
+    from_histogram_block,
+    from_lm_studio,
+    from_usage_details,
+    from_koboldcpp,
+)
 
 
 def _counted(samples: Sequence[Sample], name: str) -> Optional[int]:
     """Sum over the series of a counter, named with or without `_total`; None if there are none, or one is rounded."""
     found = [s for s in samples if s.name in (name, name + "_total") and position_of(s) is None]
-    return round(sum(s.value for s in found)) if found and all(s.kind != "rounded" for s in found) else None
+    return (
+        round(sum(s.value for s in found))
+        if found and all(s.kind != "rounded" for s in found)
+        else None
+    )
 
 
 def _positions(samples: Sequence[Sample], name: str) -> Optional[tuple[int, ...]]:
@@ -1224,11 +1913,16 @@ def from_draft_counters(samples: Sequence[Sample], answers: int) -> Optional[Acc
     for prefix in ("llamacpp:", "vllm:", "lmdeploy:", "lemonade_llamacpp_"):
         stem = prefix + "spec_decode_num_"
         if any(s.name.startswith(stem) for s in samples):
-            steps, positions = _counted(samples, stem + "drafts"), _positions(samples, stem + "accepted_tokens_per_pos")
+            steps, positions = (
+                _counted(samples, stem + "drafts"),
+                _positions(samples, stem + "accepted_tokens_per_pos"),
+            )
             accepted = _counted(samples, stem + "accepted_tokens")
             if positions and "llama" in prefix:
                 accepted = sum(positions)  # its scalars carry six digits only
-            return Acceptance("metrics", steps, _counted(samples, stem + "draft_tokens"), accepted, positions)
+            return Acceptance(
+                "metrics", steps, _counted(samples, stem + "draft_tokens"), accepted, positions
+            )
     return None
 
 
@@ -1238,16 +1932,27 @@ def from_old_vllm_counters(samples: Sequence[Sample], answers: int) -> Optional[
     accepted = _counted(samples, "vllm:spec_decode_num_accepted_tokens")
     if emitted is None or accepted is None:
         return None
-    return Acceptance("metrics", emitted - accepted, _counted(samples, "vllm:spec_decode_num_draft_tokens"), accepted)
+    return Acceptance(
+        "metrics",
+        emitted - accepted,
+        _counted(samples, "vllm:spec_decode_num_draft_tokens"),
+        accepted,
+    )
 
 
 def from_old_llama_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
     """llama.cpp forks and unmerged builds under two older spellings."""
-    for drafted, accepted in (("draft_tokens", "draft_tokens_accepted"),
-                              ("spec_tokens_drafted", "spec_tokens_accepted")):
+    for drafted, accepted in (
+        ("draft_tokens", "draft_tokens_accepted"),
+        ("spec_tokens_drafted", "spec_tokens_accepted"),
+    ):
         if (count := _counted(samples, "llamacpp:" + drafted)) is not None:
-            return Acceptance("metrics", _counted(samples, "llamacpp:draft_verify_steps"), count,
-                              _counted(samples, "llamacpp:" + accepted))
+            return Acceptance(
+                "metrics",
+                _counted(samples, "llamacpp:draft_verify_steps"),
+                count,
+                _counted(samples, "llamacpp:" + accepted),
+            )
     return None
 
 
@@ -1267,7 +1972,9 @@ def from_tensorrt_counters(samples: Sequence[Sample], answers: int) -> Optional[
     positions = _positions(samples, stem + "accepted_tokens")
     drafted = _counted(samples, stem + "num_draft_tokens")
     if drafted is not None:
-        return Acceptance("metrics", None, drafted, _counted(samples, stem + "num_accepted_tokens"), positions)
+        return Acceptance(
+            "metrics", None, drafted, _counted(samples, stem + "num_accepted_tokens"), positions
+        )
     by_position = _positions(samples, stem + "drafted_tokens")
     if by_position is None or positions is None:
         return None
@@ -1288,12 +1995,18 @@ def from_tgi_histogram(samples: Sequence[Sample], answers: int) -> Optional[Acce
     if positions and positions[-1] == 0:
         positions.pop()  # le="k" holds every step of a chain of k
     if total == 0 and not positions:
-        return Acceptance("metrics", 0, 0, 0)  # every page has the histogram; without speculation only its zero bucket
+        return Acceptance(
+            "metrics", 0, 0, 0
+        )  # every page has the histogram; without speculation only its zero bucket
     return Acceptance("metrics", count - answers, None, total, tuple(positions) or None)
 
 
 COUNTER_SOURCES = (
-    from_old_vllm_counters, from_draft_counters, from_old_llama_counters, from_sglang_counters, from_tensorrt_counters,
+    from_old_vllm_counters,
+    from_draft_counters,
+    from_old_llama_counters,
+    from_sglang_counters,
+    from_tensorrt_counters,
     from_tgi_histogram,
 )
 
@@ -1318,23 +2031,40 @@ def added_acceptance(parts: Sequence[Acceptance]) -> Optional[Acceptance]:
         return None
     source = "+".join(dict.fromkeys(part.source for part in parts))
     columns = [part.per_position for part in parts if part.per_position is not None]
-    positions = tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0))) if len(columns) == len(parts) else None
-    return Acceptance(source, sum_known(part.steps for part in parts), sum_known(part.drafted for part in parts),
-                      sum_known(part.accepted for part in parts), positions,
-                      sum_known(part.rejections for part in parts))
+    positions = (
+        tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0)))
+        if len(columns) == len(parts)
+        else None
+    )
+    return Acceptance(
+        source,
+        sum_known(part.steps for part in parts),
+        sum_known(part.drafted for part in parts),
+        sum_known(part.accepted for part in parts),
+        positions,
+        sum_known(part.rejections for part in parts),
+    )
 
 
-def joined_acceptance(answers: Optional[Acceptance],
-                      counters: Optional[Acceptance]) -> tuple[Optional[Acceptance], Optional[str]]:
+def joined_acceptance(
+    answers: Optional[Acceptance], counters: Optional[Acceptance]
+) -> tuple[Optional[Acceptance], Optional[str]]:
     """(the best of both, disagreement): answers are immune to other clients; counters fill in what answers lack."""
     if answers is None or counters is None:
         return answers or counters, None
     for name in ("drafted", "accepted", "steps"):
         mine, theirs = getattr(answers, name), getattr(counters, name)
-        if mine is not None and theirs is not None and abs(mine - theirs) > FOREIGN_SHARE * max(mine, theirs, 100):
+        if (
+            mine is not None
+            and theirs is not None
+            and abs(mine - theirs) > FOREIGN_SHARE * max(mine, theirs, 100)
+        ):
             return answers, f"the answers tell {mine} {name}, the counters {theirs}"
-    missing = {name: getattr(counters, name) for name in ("steps", "drafted", "per_position")
-               if getattr(answers, name) is None and getattr(counters, name) is not None}
+    missing = {
+        name: getattr(counters, name)
+        for name in ("steps", "drafted", "per_position")
+        if getattr(answers, name) is None and getattr(counters, name) is not None
+    }
     source = f"{answers.source}+{counters.source}" if missing else answers.source
     return replace(answers, source=source, **missing), None
 
@@ -1398,7 +2128,9 @@ def survival(acceptance: Acceptance) -> Optional[float]:
         k = len(positions) if acceptance.drafted is None else full_drafts(acceptance, steps)
         if k is None:  # a short draft may end without a rejection
             return None
-        return ratio_of(accepted, accepted + steps - (positions[k - 1] if k <= len(positions) else 0))
+        return ratio_of(
+            accepted, accepted + steps - (positions[k - 1] if k <= len(positions) else 0)
+        )
     chain, steps = fixed_chain(acceptance), steps_with_draft(acceptance)
     return alpha_for_accepted(accepted / steps, chain) if chain is not None and steps else None
 
@@ -1408,19 +2140,294 @@ def acceptance_record(acceptance: Optional[Acceptance]) -> Optional[JSON]:
     if acceptance is None:
         return None
     steps, accepted = acceptance.steps, acceptance.accepted
-    positions, tokens, per_step = acceptance.per_position, acceptance.tokens, ratio_of(accepted, steps)
+    positions, tokens, per_step = (
+        acceptance.per_position,
+        acceptance.tokens,
+        ratio_of(accepted, steps),
+    )
     return {
-        "source": acceptance.source, "steps": steps, "drafted": acceptance.drafted, "accepted": accepted,
+        "source": acceptance.source,
+        "steps": steps,
+        "drafted": acceptance.drafted,
+        "accepted": accepted,
         "per_position": [count / steps for count in positions] if positions and steps else None,
         "rate": ratio_of(accepted, acceptance.drafted),
         "mean_length": None if per_step is None else 1 + per_step,
-        "tokens_per_target_step": None if tokens is None
+        "tokens_per_target_step": None
+        if tokens is None
         else ratio_of(tokens - acceptance.answers, target_steps(acceptance)),
         "alpha": survival(acceptance),
     }
 
 
-# ---- timing loop ------------------------------------------------------------------------------------------
+# ---- servers ------------------------------------------------------------------------------------
+
+
+def set_key(variable: str) -> str:
+    """The key as it is set in the environment."""
+    return os.environ.get(variable, "").strip()
+
+
+def check_secrets(words: Sequence[str]) -> None:
+    """UsageError if the key stands in the command line too: it would come into messages and the notebook."""
+    named = [
+        word.partition("=")[2] or after
+        for word, after in zip(words, [*words[1:], ""])
+        if word.partition("=")[0] == "--api-key-env"
+    ]
+    for variable in ["SPEC_API_KEY", *named]:
+        key = set_key(variable)
+        if len(key) >= SECRET_LENGTH and any(key in word for word in words):
+            raise UsageError(
+                f"the key in {variable} stands in the command line too, where every program can read it; "
+                "leave it out there"
+            )
+
+
+def api_key(variable: str) -> str:
+    """The key from the environment, "" where there is none.  UsageError, without showing it, if it cannot be sent."""
+    key = set_key(variable)
+    if not re.fullmatch(r"[\x21-\x7e]*", key):
+        raise UsageError(f"the key in {variable} holds a character that no HTTP header can carry")
+    return key
+
+
+def key_words(key: str, variable: str) -> str:
+    """What became of the key, for a server that wants one."""
+    return f"it wants a key: {variable} {'was sent' if key else 'is not set'} (another variable: --api-key-env)"
+
+
+def refusal(endpoint: Endpoint, error: RequestFailed) -> Optional[str]:
+    """What to do where the server refuses the request itself, so that asking again cannot help; else None."""
+    if error.status not in (400, 401, 403, 404, 405, 413, 415, 422):
+        return None
+    way_out = "a null removes a field from the request, as in --extra-body '{\"seed\": null}'"
+    if endpoint.served and endpoint.model not in endpoint.served:
+        way_out = f"it lists these models: {', '.join(endpoint.served)}"
+    elif error.status == 404:
+        way_out = "check --model and the base URL"
+    elif error.status in (401, 403):
+        way_out = key_words(endpoint.key, endpoint.key_variable)
+    return f"{endpoint.name} refuses the request: {error}; {way_out}"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answered the preflight: how to talk to it, and what it tells of itself."""
+
+    endpoint: Endpoint
+    engine: str
+    version: str
+    about: JSON
+    findings: list[JSON]
+    snapshot: Snapshot
+
+
+def of_arm(args: argparse.Namespace, arm: str, name: str) -> Any:
+    """The value of a flag that there is for the baseline and for all candidates."""
+    return getattr(args, f"{'baseline' if arm == 'baseline' else 'speculative'}_{name}")
+
+
+def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
+    """Check one server before the first request.  UsageError if it cannot be measured."""
+    is_baseline = arm == "baseline"
+    api, root = base_urls(url, "--baseline-url" if is_baseline else "--speculative-url")
+    key, who, side_s = (
+        api_key(args.api_key_env),
+        Endpoint(arm, api, root).name,
+        min(args.timeout, SIDE_TIMEOUT_S),
+    )
+    listed, headers = None, http.client.HTTPMessage()
+    try:
+        (page, headers), _ = patiently(lambda: get_json(api + "/models", key, side_s), say, who)
+        listed = as_dict(page).get("data")
+    except RequestFailed as error:
+        if error.status in (401, 403):
+            raise UsageError(f"{who}: {error}; {key_words(key, args.api_key_env)}") from None
+        if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
+            raise UsageError(f"{who}: {error}") from None
+    except ValueError:  # no list of models: the first request will tell
+        pass
+    entries = [as_dict(entry) for entry in listed] if isinstance(listed, list) else []
+    served = tuple(str(entry["id"]) for entry in entries if entry.get("id"))
+    wanted = args.model if is_baseline else args.speculative_model or args.model
+    if not wanted and len(served) != 1:
+        some = f": {', '.join(served)}" if served else ""
+        raise UsageError(f"{who} lists {len(served)} models; name one with --model{some}")
+    model = wanted or served[0]
+    entry = next(
+        (e for e in entries if e.get("id") == model), entries[0] if len(entries) == 1 else {}
+    )
+    if served and model not in served:
+        say(f"{who} does not list the model {model}; it lists: {', '.join(served)}")
+    engine, version, about = identify(root, key, side_s, entry, headers.get("Server") or "")
+    request = {
+        "max_tokens": args.max_tokens,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": args.seed,
+        **ENGINE_EXTRAS.get(engine, {}),
+        **args.extra_body,
+        **of_arm(args, arm, "extra_body"),
+    }
+    endpoint, snapshot = find_metrics(
+        Endpoint(
+            arm,
+            api,
+            root,
+            model,
+            key,
+            args.api_key_env,
+            request,
+            not args.no_stream,
+            args.timeout,
+            of_arm(args, arm, "metrics_url"),
+            engine,
+            served,
+        )
+    )
+    if engine == "unknown":
+        names = [sample.name for sample in snapshot.samples or ()]
+        engine = next(
+            (name for prefix, name in SERIES.items() if any(n.startswith(prefix) for n in names)),
+            engine,
+        )
+    findings = (
+        [finding("metrics-unavailable", snapshot.unavailable)] if snapshot.unavailable else []
+    )
+    if (busy := (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0)) > 0:
+        words = f"{busy:.0f} requests of somebody else's"
+        findings.append(
+            finding(
+                "busy", f"the server had {words} running or waiting at the start", requests=busy
+            )
+        )
+        say(f"{who} is busy: {words} are running or waiting; figures will be disturbed")
+    return Server(endpoint, engine, version, {**about, **memory_of(snapshot)}, findings, snapshot)
+
+
+def find_metrics(endpoint: Endpoint) -> tuple[Endpoint, Snapshot]:
+    """The endpoint with the address of its metrics page, and what the page says."""
+    given, page = endpoint.metrics_url, endpoint.root + "/metrics"
+    if endpoint.engine == "tensorrt-llm":  # its /metrics is JSON and is emptied by every read
+        page = endpoint.root + "/prometheus/metrics"
+    endpoint = replace(endpoint, metrics_url=given or page)
+    snapshot, retry = metrics_snapshot(endpoint), None
+    if snapshot.unavailable and not given:
+        if "HTTP 400" in snapshot.unavailable and "model" in snapshot.unavailable:
+            retry = f"{page}?model={urllib.parse.quote(endpoint.model, safe='', errors='replace')}"
+        elif "JSON" in snapshot.unavailable:
+            retry = endpoint.root + "/prometheus/metrics"
+    if retry:
+        second = metrics_snapshot(replace(endpoint, metrics_url=retry))
+        if second.samples is not None:
+            return replace(endpoint, metrics_url=retry), second
+    return endpoint, snapshot
+
+
+def identify(
+    root: str, key: str, timeout_s: float, entry: JSON, banner: str
+) -> tuple[str, str, JSON]:
+    """(engine, version, what the server tells of itself: context, quantization, cache), by what it sends."""
+    engine = OWNERS.get(str(entry.get("owned_by")), "unknown")
+    if banner.startswith("llama.cpp"):
+        engine = "llama.cpp"
+    elif banner.startswith("BaseHTTP") and entry and entry.get("owned_by") is None:
+        engine = "mlx-lm"
+    engine, version, told = _version_of(engine, root, key, timeout_s)
+    meta, settings = as_dict(entry.get("meta")), as_dict(told.get("default_generation_settings"))
+    states, arguments = told.get("internal_states"), as_dict(told.get("server_args"))
+    state = as_dict(states[0]) if isinstance(states, list) and states else {}
+    context = (
+        as_count(settings.get("n_ctx"))
+        or as_count(entry.get("max_model_len"))
+        or as_count(meta.get("n_ctx"))
+    )
+    slots, cache_tokens = as_count(told.get("total_slots")), None
+    if engine == "llama.cpp":
+        with contextlib.suppress(
+            RequestFailed, ValueError
+        ):  # guarded or switched off on some servers
+            held = get_json(root + "/slots", key, timeout_s)[0]
+            sizes = (
+                [as_count(as_dict(slot).get("n_ctx")) for slot in held]
+                if isinstance(held, list)
+                else []
+            )
+            cache_tokens = sum_known(sizes) if sizes else None
+    about = {
+        "context": context,
+        "quantization": told.get("model_ftype")
+        or meta.get("ftype")
+        or told.get("quantization")
+        or arguments.get("quantization"),
+        "cache_tokens": cache_tokens or (context * slots if context and slots else None),
+        "slots": slots,
+        "tensor_parallel": as_count(told.get("tp_size") or arguments.get("tp_size")),
+        "lifetime_accept_length": as_number(state.get("avg_spec_accept_length")),
+    }
+    return engine, version, {name: value for name, value in about.items() if value is not None}
+
+
+def _version_of(engine: str, root: str, key: str, timeout_s: float) -> tuple[str, str, JSON]:
+    """(engine, version, the page that tells it)."""
+    for name, path, field_name in VERSIONS:
+        if engine in ("unknown", name):
+            with contextlib.suppress(RequestFailed, ValueError):
+                told = as_dict(get_json(root + path, key, timeout_s)[0])
+                told_apart = {
+                    "koboldcpp": told.get("result") == "KoboldCpp",
+                    "tgi": "model_id" in told,
+                }
+                if field_name in told and told_apart.get(name, True):
+                    # several engines answer alike at /version
+                    return engine if path == "/version" else name, str(told[field_name]), told
+    return engine, "unknown", {}
+
+
+def memory_of(snapshot: Snapshot) -> JSON:
+    """Cache capacity in tokens and resident memory in bytes, where the metrics page tells."""
+    told: JSON = {}
+    for sample in snapshot.samples or ():
+        if sample.name == "vllm:cache_config_info":
+            blocks, size = sample.label("num_gpu_blocks") or "", sample.label("block_size") or ""
+            if re.fullmatch("[0-9]{1,9}", blocks) and re.fullmatch("[0-9]{1,9}", size):
+                told["cache_tokens"] = told.get("cache_tokens", 0) + int(blocks) * int(size)
+        elif sample.name == "process_resident_memory_bytes":
+            told["resident_bytes"] = int(sample.value)
+    return told
+
+
+def server_numbers(
+    servers: Sequence[Server], answers: Sequence[Optional[Answer]], warmup: int
+) -> list[int]:
+    """The same number for arms that are one server: by its address, or by a process that counted both arms' warm-up.
+
+    An equal start alone proves nothing: it is told in hundredths of a second, and a script starts servers together.
+    """
+
+    def counted_more(server: Server, answer: Optional[Answer]) -> bool:
+        received = (answer.completion_tokens or 0) * warmup if answer else 0
+        after = settled_snapshot(server.endpoint, server.snapshot, received)
+        return (generated_tokens(counter_growth(server.snapshot, after)) or 0) > 1.5 * received > 0
+
+    numbers: list[int] = []
+    for server, answer in zip(servers, answers):
+        same = [
+            number
+            for number, other in zip(numbers, servers)
+            if other.endpoint.api == server.endpoint.api
+            or (
+                server.snapshot.process is not None
+                and other.snapshot.process == server.snapshot.process
+                and counted_more(server, answer)
+            )
+        ]
+        numbers.append(same[0] if same else len(numbers))
+    return numbers
+
+
+# ---- timing loop --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1486,21 +2493,30 @@ class Run:
     readings: tuple[Reading, ...]
     counted: tuple[Counted, ...]
     interrupted: bool = False
-    pairs: Optional[frozenset[Any]] = None  # those that all arms completed; None: not compared with any
+    pairs: Optional[frozenset[Any]] = (
+        None  # those that all arms completed; None: not compared with any
+    )
     blocks: Optional[frozenset[Any]] = None  # under load, those that all arms completed whole
 
     def answers(self, workload: Optional[str] = None) -> dict[tuple[int, int], Answer]:
         """What was completed, of one workload or of all, by pair."""
-        return {r.pair: r.answer for r in self.readings if r.answer and workload in (None, r.workload)}
+        return {
+            r.pair: r.answer for r in self.readings if r.answer and workload in (None, r.workload)
+        }
 
     def shared(self, workload: Optional[str] = None) -> dict[tuple[int, int], Answer]:
         """The same, without what another arm did not complete."""
         mine = self.answers(workload)
-        return mine if self.pairs is None else {pair: mine[pair] for pair in mine if pair in self.pairs}
+        return (
+            mine
+            if self.pairs is None
+            else {pair: mine[pair] for pair in mine if pair in self.pairs}
+        )
 
 
-def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "paired",
-              concurrency: int = 1) -> list[Block]:
+def make_plan(
+    workloads: Sequence[str], repeats: int, arms: int, order: str = "paired", concurrency: int = 1
+) -> list[Block]:
     """The blocks in the order to be measured; `workloads` names the workload of each prompt.
 
     Paired: all arms back to back for each prompt, the order rotating at every pair, so that drift and the
@@ -1510,21 +2526,40 @@ def make_plan(workloads: Sequence[str], repeats: int, arms: int, order: str = "p
     def turn(by: int) -> list[tuple[int, int]]:
         return [(place, (place + by) % arms) for place in range(arms)]
 
-    groups = {name: [i for i, w in enumerate(workloads) if w == name] for name in dict.fromkeys(workloads)}
+    groups = {
+        name: [i for i, w in enumerate(workloads) if w == name] for name in dict.fromkeys(workloads)
+    }
     blocks: list[Block] = []
     for round_ in range(repeats):
         pairs = itertools.count(round_)
         for number, (name, prompts) in enumerate(groups.items()):
             if concurrency == 1:
-                blocks.append(Block(name, tuple(Shot(arm, prompt, round_, place) for prompt in prompts
-                                                for place, arm in turn(next(pairs)))))
+                blocks.append(
+                    Block(
+                        name,
+                        tuple(
+                            Shot(arm, prompt, round_, place)
+                            for prompt in prompts
+                            for place, arm in turn(next(pairs))
+                        ),
+                    )
+                )
                 continue
             copies = math.ceil(max(len(prompts), 2 * concurrency) / len(prompts))
             repeat = range(round_ * copies, (round_ + 1) * copies)
-            blocks += [Block(name, tuple(Shot(arm, prompt, copy, place) for copy in repeat for prompt in prompts))
-                       for place, arm in turn(number + round_)]
+            blocks += [
+                Block(
+                    name,
+                    tuple(Shot(arm, prompt, copy, place) for copy in repeat for prompt in prompts),
+                )
+                for place, arm in turn(number + round_)
+            ]
     if order == "sequential":
-        parts = [Block(b.workload, tuple(s for s in b.shots if s.arm == arm)) for arm in range(arms) for b in blocks]
+        parts = [
+            Block(b.workload, tuple(s for s in b.shots if s.arm == arm))
+            for arm in range(arms)
+            for b in blocks
+        ]
         return [block for block in parts if block.shots]
     return blocks
 
@@ -1553,7 +2588,9 @@ class Recorder:
             write_whole(self.file, json_line(line))
         except OSError as error:
             self.file = None
-            self.trouble = f"the run file could not be written: {error.strerror}; measuring went on without it"
+            self.trouble = (
+                f"the run file could not be written: {error.strerror}; measuring went on without it"
+            )
             self.say(self.trouble)
 
     def add(self, reading: Reading) -> None:
@@ -1568,7 +2605,9 @@ class Recorder:
             done = len(self.readings)
             left = (time.monotonic() - self.started) / done * (self.total - done)
             remaining = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            self._overwrite(f"{done}/{self.total}  {reading.arm}  {reading.prompt_id}  about {remaining} left")
+            self._overwrite(
+                f"{done}/{self.total}  {reading.arm}  {reading.prompt_id}  about {remaining} left"
+            )
 
     def add_counted(self, counted: Counted) -> None:
         """Keep what a server counted around a block."""
@@ -1586,12 +2625,16 @@ class Recorder:
             sys.stderr.flush()
 
 
-def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say, is_first: bool = False) -> Reading:
+def take_reading(
+    endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say, is_first: bool = False
+) -> Reading:
     """Send one planned request; whatever goes wrong becomes the reading's error.
 
     UsageError if it `is_first`, which costs nothing measured, and is refused as it is.
     """
-    reading = Reading(endpoint.arm, shot.prompt, prompt.id, prompt.workload, shot.repeat, shot.place)
+    reading = Reading(
+        endpoint.arm, shot.prompt, prompt.id, prompt.workload, shot.repeat, shot.place
+    )
     try:
         answer, waited = patiently(lambda: complete(endpoint, prompt.messages), say, endpoint.name)
     except RequestFailed as error:
@@ -1602,12 +2645,21 @@ def take_reading(endpoint: Endpoint, prompt: Prompt, shot: Shot, say: Say, is_fi
     if endpoint.engine == "koboldcpp":
         with contextlib.suppress(RequestFailed, ValueError):
             side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
-            answer.statistics["perf"], _ = get_json(endpoint.root + "/api/extra/perf", endpoint.key, side_s)
+            answer.statistics["perf"], _ = get_json(
+                endpoint.root + "/api/extra/perf", endpoint.key, side_s
+            )
     return replace(reading, answer=answer, waited_s=waited)
 
 
-def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], hosts: Sequence[int],
-            recorder: Recorder, concurrency: int = 1, warmed: bool = True) -> bool:
+def execute(
+    plan: Sequence[Block],
+    endpoints: Sequence[Endpoint],
+    prompts: Sequence[Prompt],
+    hosts: Sequence[int],
+    recorder: Recorder,
+    concurrency: int = 1,
+    warmed: bool = True,
+) -> bool:
     """Carry out the plan; True if it was interrupted.
 
     `hosts` numbers the server behind each arm: where arms share one, its counters are of all of them.
@@ -1615,21 +2667,34 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
     heard = set(range(len(endpoints))) if warmed else set()
     try:
         for block in plan:
-            befores = {arm: metrics_snapshot(endpoints[arm]) for arm in dict.fromkeys(shot.arm for shot in block.shots)}
+            befores = {
+                arm: metrics_snapshot(endpoints[arm])
+                for arm in dict.fromkeys(shot.arm for shot in block.shots)
+            }
             first, started, waiting = len(recorder.readings), time.perf_counter(), None
             if concurrency > 1:
-                finished, waiting = _take_at_once(block.shots, endpoints, prompts, recorder, concurrency)
+                finished, waiting = _take_at_once(
+                    block.shots, endpoints, prompts, recorder, concurrency
+                )
             else:
                 for shot in block.shots:
                     is_first = shot.arm not in heard and recorder.answered < len(endpoints)
                     heard.add(shot.arm)
-                    recorder.add(take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say, is_first))
+                    recorder.add(
+                        take_reading(
+                            endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say, is_first
+                        )
+                    )
                 finished = time.perf_counter()
             taken = recorder.readings[first:]
             for arm, before in befores.items():
-                names = {endpoint.arm for endpoint, host in zip(endpoints, hosts) if host == hosts[arm]}
+                names = {
+                    endpoint.arm for endpoint, host in zip(endpoints, hosts) if host == hosts[arm]
+                }
                 mine = [reading for reading in taken if reading.arm in names]
-                recorder.add_counted(count_block(endpoints[arm], block, before, mine, finished - started, waiting))
+                recorder.add_counted(
+                    count_block(endpoints[arm], block, before, mine, finished - started, waiting)
+                )
     except KeyboardInterrupt:
         return True
     finally:
@@ -1637,19 +2702,40 @@ def execute(plan: Sequence[Block], endpoints: Sequence[Endpoint], prompts: Seque
     return False
 
 
-def count_block(endpoint: Endpoint, block: Block, before: Snapshot, taken: Sequence[Reading], elapsed_s: float,
-                waiting: Optional[float]) -> Counted:
+def count_block(
+    endpoint: Endpoint,
+    block: Block,
+    before: Snapshot,
+    taken: Sequence[Reading],
+    elapsed_s: float,
+    waiting: Optional[float],
+) -> Counted:
     """What the server counted around a block, read once its counters have settled."""
     answers = [reading.answer for reading in taken if reading.answer]
     tokens = sum_known(answer.completion_tokens for answer in answers)
     after = settled_snapshot(endpoint, before, tokens) if before.samples is not None else before
     some = sum(answer.completion_tokens != 0 for answer in answers)
-    return Counted(endpoint.arm, block.workload, block.shots[0].repeat, before, after, tokens, some,
-                   len(taken) - len(answers), elapsed_s, waiting)
+    return Counted(
+        endpoint.arm,
+        block.workload,
+        block.shots[0].repeat,
+        before,
+        after,
+        tokens,
+        some,
+        len(taken) - len(answers),
+        elapsed_s,
+        waiting,
+    )
 
 
-def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts: Sequence[Prompt], recorder: Recorder,
-                  concurrency: int) -> tuple[float, Optional[float]]:
+def _take_at_once(
+    shots: Sequence[Shot],
+    endpoints: Sequence[Endpoint],
+    prompts: Sequence[Prompt],
+    recorder: Recorder,
+    concurrency: int,
+) -> tuple[float, Optional[float]]:
     """A closed loop of `concurrency` requests in flight: (when the last ended, most requests seen queueing)."""
     pending: queue.SimpleQueue[Shot] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Reading, float]] = queue.SimpleQueue()
@@ -1660,14 +2746,18 @@ def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts:
         with contextlib.suppress(queue.Empty):
             while True:
                 shot = pending.get_nowait()
-                reading = take_reading(endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say)
+                reading = take_reading(
+                    endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say
+                )
                 done.put((reading, time.perf_counter()))
 
     waiting: Optional[float] = None
     left, finished, look_at = len(shots), 0.0, time.monotonic() + 0.3
     try:
         for _ in range(min(concurrency, len(shots))):
-            threading.Thread(target=work, daemon=True).start()  # daemons: Ctrl-C need not wait for them
+            threading.Thread(
+                target=work, daemon=True
+            ).start()  # daemons: Ctrl-C need not wait for them
         while left:
             with contextlib.suppress(queue.Empty):
                 reading, finished = done.get(timeout=0.1)
@@ -1682,8 +2772,10 @@ def _take_at_once(shots: Sequence[Shot], endpoints: Sequence[Endpoint], prompts:
             while True:
                 pending.get_nowait()
         if isinstance(error, RuntimeError):
-            raise MeasureError(f"this system does not let {concurrency} requests run at once ({error}); lower "
-                               "--concurrency") from None
+            raise MeasureError(
+                f"this system does not let {concurrency} requests run at once ({error}); lower "
+                "--concurrency"
+            ) from None
         raise
     return finished, waiting
 
@@ -1705,26 +2797,7 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Optiona
     return answers
 
 
-def refusal(endpoint: Endpoint, error: RequestFailed) -> Optional[str]:
-    """What to do where the server refuses the request itself, so that asking again cannot help; else None."""
-    if error.status not in (400, 401, 403, 404, 405, 413, 415, 422):
-        return None
-    way_out = "a null removes a field from the request, as in --extra-body '{\"seed\": null}'"
-    if endpoint.served and endpoint.model not in endpoint.served:
-        way_out = f"it lists these models: {', '.join(endpoint.served)}"
-    elif error.status == 404:
-        way_out = "check --model and the base URL"
-    elif error.status in (401, 403):
-        way_out = key_words(endpoint.key, endpoint.key_variable)
-    return f"{endpoint.name} refuses the request: {error}; {way_out}"
-
-
-def key_words(key: str, variable: str) -> str:
-    """What became of the key, for a server that wants one."""
-    return f"it wants a key: {variable} {'was sent' if key else 'is not set'} (another variable: --api-key-env)"
-
-
-# ---- text comparison --------------------------------------------------------------------------------------
+# ---- text comparison ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1746,12 +2819,20 @@ def first_difference(baseline: str, speculative: str) -> Optional[Difference]:
         return None
     shorter = min(len(a), len(b))
     byte = next((i for i in range(shorter) if a[i] != b[i]), shorter)
-    before = a[:byte].decode("utf-8", "ignore")  # drops the begun character, so this ends where that one starts
+    before = a[:byte].decode(
+        "utf-8", "ignore"
+    )  # drops the begun character, so this ends where that one starts
     line = before.count("\n") + 1
     column = len(before) - (before.rfind("\n") + 1) + 1
     start = len(before)
-    return Difference(byte, start, line, column, baseline[start : start + TAIL_CHARACTERS],
-                      speculative[start : start + TAIL_CHARACTERS])
+    return Difference(
+        byte,
+        start,
+        line,
+        column,
+        baseline[start : start + TAIL_CHARACTERS],
+        speculative[start : start + TAIL_CHARACTERS],
+    )
 
 
 def self_agreement(answers: dict[tuple[int, int], Answer]) -> tuple[JSON, set[int]]:
@@ -1790,13 +2871,22 @@ def divergence(reading: Reading, own: Answer, other: Answer, unstable: bool) -> 
         kind = "speculative-is-prefix" if not found.speculative_tail else kind
         counts = own.completion_tokens, other.completion_tokens
         return {
-            "prompt_index": reading.prompt_index, "prompt_id": reading.prompt_id, "workload": reading.workload,
-            "repeat": reading.repeat, "where": where, "class": "unstable-baseline" if unstable else kind,
-            "first_difference_at_char": found.character, "first_difference_at_byte": found.byte,
-            "line": found.line, "column": found.column,
-            "baseline_tail": found.baseline_tail, "speculative_tail": found.speculative_tail,
-            "baseline_finish_reason": own.finish_reason, "speculative_finish_reason": other.finish_reason,
-            "baseline_tokens": counts[0], "speculative_tokens": counts[1],
+            "prompt_index": reading.prompt_index,
+            "prompt_id": reading.prompt_id,
+            "workload": reading.workload,
+            "repeat": reading.repeat,
+            "where": where,
+            "class": "unstable-baseline" if unstable else kind,
+            "first_difference_at_char": found.character,
+            "first_difference_at_byte": found.byte,
+            "line": found.line,
+            "column": found.column,
+            "baseline_tail": found.baseline_tail,
+            "speculative_tail": found.speculative_tail,
+            "baseline_finish_reason": own.finish_reason,
+            "speculative_finish_reason": other.finish_reason,
+            "baseline_tokens": counts[0],
+            "speculative_tokens": counts[1],
             # a text that stops early under an equal count: tokens were counted that were never delivered
             "count_suspicious": kind.endswith("prefix") and counts[0] == counts[1] is not None,
             "triage": None,
@@ -1804,14 +2894,21 @@ def divergence(reading: Reading, own: Answer, other: Answer, unstable: bool) -> 
     return None
 
 
-def compare_texts(baseline: Run, candidate: Run, triage: JSON, workload: Optional[str] = None) -> JSON:
+def compare_texts(
+    baseline: Run, candidate: Run, triage: JSON, workload: Optional[str] = None
+) -> JSON:
     """The comparison of texts of one workload or of all, pair by pair; `triage` maps prompt indices to findings."""
     theirs = candidate.answers(workload)
     baseline_self, unstable = self_agreement(baseline.answers(workload))
     candidate_self, _ = self_agreement(theirs)
     result: JSON = {
-        **dict.fromkeys(("compared", "identical", "divergent", "empty", "failed", "unstable", "counts_differ"), 0),
-        "baseline_self": baseline_self, "speculative_self": candidate_self, "divergences": [],
+        **dict.fromkeys(
+            ("compared", "identical", "divergent", "empty", "failed", "unstable", "counts_differ"),
+            0,
+        ),
+        "baseline_self": baseline_self,
+        "speculative_self": candidate_self,
+        "divergences": [],
     }
     for reading in baseline.readings:
         own, other = reading.answer, theirs.get(reading.pair)
@@ -1839,7 +2936,17 @@ def compare_texts(baseline: Run, candidate: Run, triage: JSON, workload: Optiona
     return result
 
 
-def ask_for_gap(baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, other: Answer) -> JSON:
+UNKNOWN_GAP: JSON = {
+    "finding": "not-known",
+    "gap_nats": None,
+    "baseline_token": None,
+    "speculative_token": None,
+}
+
+
+def ask_for_gap(
+    baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, other: Answer
+) -> JSON:
     """Triage: the baseline's own log probabilities at the first difference, by one more request to it.
 
     Asked with its prompt cache as it is: a real server repeated its answer in 19 of 20 cases so, in 6 of 20 without.
@@ -1849,7 +2956,9 @@ def ask_for_gap(baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, ot
     except RequestFailed as error:
         return {**UNKNOWN_GAP, "reason": f"no log probabilities: {error}"}
     text, rest = (getattr(answer, found["where"]).encode("utf-8") for answer in (own, other))
-    return as_dict(scrubbed(gap_finding(body, text, rest, found["first_difference_at_byte"]), baseline.key))
+    return as_dict(
+        scrubbed(gap_finding(body, text, rest, found["first_difference_at_byte"]), baseline.key)
+    )
 
 
 def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
@@ -1865,9 +2974,6 @@ def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
     if not isinstance(content, list) or not content:
         raise RequestFailed("the server sends none")
     return content
-
-
-UNKNOWN_GAP: JSON = {"finding": "not-known", "gap_nats": None, "baseline_token": None, "speculative_token": None}
 
 
 def _token_bytes(entry: JSON) -> bytes:
@@ -1886,7 +2992,9 @@ def gap_finding(tokens: Sequence[Any], own: bytes, other: bytes, offset: int) ->
     spelled = b"".join(_token_bytes(as_dict(entry)) for entry in tokens)
     start, beginning = spelled.rfind(own), own[: offset + 1]
     if start < 0 and (spelled.startswith(beginning) or spelled.count(beginning) == 1):
-        start = spelled.find(beginning)  # the answer went on differently behind the place: that does no harm
+        start = spelled.find(
+            beginning
+        )  # the answer went on differently behind the place: that does no harm
     if start < 0:
         return {**UNKNOWN_GAP, "reason": "its answer changed again"}
     at = -start  # reasoning comes before the content
@@ -1902,13 +3010,18 @@ def _gap_at(entry: JSON, rest: bytes) -> JSON:
     chosen, listed = as_number(entry.get("logprob")), entry.get("top_logprobs")
     options = [as_dict(option) for option in listed] if isinstance(listed, list) else []
     known = [(as_number(o.get("logprob")), o) for o in options]
-    ranked = sorted(((p, _token_bytes(o), str(o.get("token"))) for p, o in known if p is not None), reverse=True)
+    ranked = sorted(
+        ((p, _token_bytes(o), str(o.get("token"))) for p, o in known if p is not None), reverse=True
+    )
     if chosen is None or not ranked:
         return {"reason": "the server lists no alternatives"}
     own = _token_bytes(entry)
     ends = re.compile(rb"(<[^<>\s]{1,40}>)?")  # an end token has no bytes, or is spelled like </s>
-    matching = [(p, token) for p, raw, token in ranked
-                if raw != own and (raw and rest.startswith(raw) if rest else ends.fullmatch(raw))]
+    matching = [
+        (p, token)
+        for p, raw, token in ranked
+        if raw != own and (raw and rest.startswith(raw) if rest else ends.fullmatch(raw))
+    ]
     found: JSON = {"baseline_token": str(entry.get("token")), "at_least": not matching}
     if matching:
         gap, found["speculative_token"] = chosen - matching[0][0], matching[0][1]
@@ -1916,221 +3029,14 @@ def _gap_at(entry: JSON, rest: bytes) -> JSON:
         gap = chosen - ranked[-1][0]
         if gap <= NEAR_TIE_NATS:
             return {**found, "reason": "the other server's token is not among those listed"}
-    return {**found, "gap_nats": gap, "finding": "near-tie" if abs(gap) <= NEAR_TIE_NATS else "clear-preference"}
+    return {
+        **found,
+        "gap_nats": gap,
+        "finding": "near-tie" if abs(gap) <= NEAR_TIE_NATS else "clear-preference",
+    }
 
 
-# ---- arithmetic -------------------------------------------------------------------------------------------
-# Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding, 2023.
-# alpha: probability that a tested draft is accepted; k: chain length; c: cost of one draft step in target steps.
-
-
-def check_arithmetic(alpha: float = 0.0, k: int = 0, c: float = 0.0) -> None:
-    """UsageError for what is not a probability, a chain length or a cost."""
-    if not 0.0 <= alpha <= 1.0:
-        raise UsageError(f"alpha {alpha:g} is not a probability between 0 and 1")
-    if not 0 <= k <= LONGEST_ASKED:
-        raise UsageError(f"chain length {k} is not between 0 and {LONGEST_ASKED}")
-    if not 0.0 <= c < math.inf:
-        raise UsageError(f"draft cost {c:g} is not a number of target steps, 0 or more")
-
-
-def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens per verification step, (1 - alpha^(k+1)) / (1 - alpha): between 1 and k + 1.  Leviathan et al., eq. 1."""
-    check_arithmetic(alpha, k)
-    return math.fsum(alpha**i for i in range(k + 1))
-
-
-def speedup(alpha: float, k: int, c: float) -> float:
-    """Expected speed-up E / (1 + k c) where verification costs one target step.  Leviathan et al., theorem 3.8."""
-    check_arithmetic(alpha, k, c)
-    return expected_tokens(alpha, k) / (1 + k * c)
-
-
-def bisected(value_at: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Where a growing function reaches `wanted`, to the last bits."""
-    for _ in range(200):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if value_at(middle) < wanted else (low, middle)
-    return high
-
-
-def alpha_needed(k: int, step_cost: float) -> tuple[str, Optional[float]]:
-    """("alpha", the alpha at which k drafts pay for a step of this cost), or ("any", 0), or ("cannot-pay", None)."""
-    check_arithmetic(k=k)
-    if step_cost <= 1.0:
-        return "any", 0.0
-    if step_cost > k + 1:
-        return "cannot-pay", None
-    return "alpha", bisected(lambda alpha: expected_tokens(alpha, k), step_cost, 0.0, 1.0)
-
-
-def alpha_for_accepted(accepted_per_step: float, k: int) -> Optional[float]:
-    """The alpha with alpha + ... + alpha^k accepted drafts per step; None where no alpha gives so many."""
-    if not 0.0 <= accepted_per_step <= k:
-        return None
-    if accepted_per_step == 0.0:
-        return 0.0
-    return bisected(lambda alpha: expected_tokens(alpha, k), 1 + accepted_per_step, 0.0, 1.0)
-
-
-def best_chain(alpha: float, c: float) -> tuple[Optional[int], float]:
-    """(chain length, speed-up) with the highest expected speed-up; length 0, no draft, where none is above 1.
-
-    The speed-up rises to one peak and falls.  Where it never falls, longer is always better: (None, its limit).
-    Lengths up to 10000 are looked at.
-    """
-    check_arithmetic(alpha, 0, c)
-    if c == 0.0 or (alpha == 1.0 and c < 1.0):
-        limit = 1 / (1 - alpha) if alpha < 1.0 else 1 / c if c else math.inf
-        return (None, limit) if alpha > 0.0 else (0, 1.0)
-    k, best, tokens = 0, 1.0, 1.0
-    while k < LONGEST_ASKED and (tokens + alpha ** (k + 1)) / (1 + (k + 1) * c) > best:
-        k += 1
-        tokens += alpha**k
-        best = tokens / (1 + k * c)
-    return k, best
-
-
-def predicted_by_chain(survivals: Sequence[float], step_cost: Callable[[int], float], longest: int) -> list[JSON]:
-    """Speed-up for each chain length up to `longest`: 1 + accepted per step, over the cost of a step.
-
-    `survivals` are unconditional acceptance rates by position; beyond the last the conditional rate is carried on,
-    and the figure marked as extrapolated.
-    """
-    rates = list(survivals)
-    before = rates[-2] if len(rates) > 1 else 1.0
-    last = rates[-1] / before if before > 0 else 0.0
-    while len(rates) < longest:
-        rates.append(rates[-1] * min(last, 1.0))
-    return [
-        {"chain": k, "predicted_speedup": (1 + math.fsum(rates[:k])) / cost, "extrapolated": k > len(survivals)}
-        for k in range(1, longest + 1) if (cost := step_cost(k)) > 0
-    ]
-
-
-def fitted_costs(points: Sequence[tuple[float, float]]) -> Optional[tuple[float, float]]:
-    """(verification cost, draft cost) from (drafts per step, step cost) of several chain lengths, by least squares.
-
-    Step cost = verification + drafts x draft cost, all in target steps; one chain length cannot separate them.
-    """
-    if len({round(k, 3) for k, _ in points}) < 2:
-        return None
-    mean_k, mean_x = math.fsum(k for k, _ in points) / len(points), math.fsum(x for _, x in points) / len(points)
-    slope = math.fsum((k - mean_k) * (x - mean_x) for k, x in points) / math.fsum((k - mean_k) ** 2 for k, _ in points)
-    return mean_x - slope * mean_k, slope
-
-
-# ---- statistics -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A ratio with its 95% interval (None where there is none) and the number of prompts it rests on."""
-
-    ratio: float
-    low: Optional[float]
-    high: Optional[float]
-    prompts: int
-
-
-def as_json(found: Optional[Estimate], name: str = "ratio") -> Optional[JSON]:
-    """An estimate as it stands in the records; the same statistics serve a plain speed under another name."""
-    if found is None:
-        return None
-    return {name: found.ratio, "low": found.low, "high": found.high, "level": 0.95, "prompts": found.prompts}
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two middle ones."""
-    ranked = sorted(values)
-    return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
-
-
-def t_probability(t: float, df: int) -> float:
-    """P(|T| <= t) for Student's t with whole degrees of freedom.  Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    theta = math.atan2(t, math.sqrt(df))
-    cosine, sine = math.cos(theta), math.sin(theta)
-    term, total = (cosine, cosine) if df % 2 else (1.0, 1.0)
-    for i in range(2 + df % 2, df - 1, 2):
-        term *= cosine * cosine * (i - 1) / i
-        total += term
-    if df % 2 == 0:
-        return sine * total
-    return 2 / math.pi * (theta + (sine * total if df > 1 else 0.0))
-
-
-@functools.cache
-def t_quantile(df: int, level: float = 0.95) -> float:
-    """The t that a Student variable with `df` degrees of freedom stays within, in absolute value, at this level."""
-    return bisected(lambda t: t_probability(t, df), level, 0.0, 1e4)
-
-
-def estimate(logs: Sequence[float], spread: Optional[float], df: int, prompts: int) -> Estimate:
-    """exp of the mean log ratio, and its t interval from the standard deviation `spread` (None: no interval)."""
-    mean = math.fsum(logs) / len(logs)
-    if spread is None or df < 1:
-        return Estimate(math.exp(mean), None, None, prompts)
-    half = t_quantile(df) * spread / math.sqrt(len(logs))
-    return Estimate(math.exp(mean), math.exp(max(mean - half, -700.0)), math.exp(min(mean + half, 700.0)), prompts)
-
-
-def deviation(values: Sequence[float]) -> Optional[float]:
-    """The sample standard deviation, None for fewer than two values."""
-    if len(values) < 2:
-        return None
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
-def over_prompts(logs: Logs) -> Optional[Estimate]:
-    """For prompts like these: repeats collapse to their median, since prompts are the sample and repeats are not."""
-    medians = [median(repeats) for repeats in logs]
-    return estimate(medians, deviation(medians), len(medians) - 1, len(medians)) if medians else None
-
-
-def over_repeats(logs: Logs) -> Optional[Estimate]:
-    """For exactly these prompts: the mean of all pairs, with the spread of repeats within prompts."""
-    everything = [value for repeats in logs for value in repeats]
-    if not everything:
-        return None
-    df = len(everything) - len(logs)
-    within = math.fsum((deviation(repeats) or 0.0) ** 2 * (len(repeats) - 1) for repeats in logs)
-    return estimate(everything, math.sqrt(within / df) if df else None, df, len(logs))
-
-
-def stall_count(logs: Logs) -> int:
-    """Repeats far from their prompt's median, against the median residual of all: counted, never deleted."""
-    residuals = [abs(value - median(repeats)) for repeats in logs for value in repeats]
-    moved = [residual for residual in residuals if residual > 0]
-    return sum(residual > STALL_CUTOFF * median(moved) for residual in moved) if moved else 0
-
-
-def verdict_of(speed: Optional[Estimate], min_gain: float) -> str:
-    """pays, does-not-pay or undecided: only a whole interval on one side of 1 + min_gain decides."""
-    if speed is None or speed.low is None or speed.high is None:
-        return "undecided"
-    return "pays" if speed.low > 1 + min_gain else "does-not-pay" if speed.high < 1 + min_gain else "undecided"
-
-
-def more_prompts(logs: Logs, min_gain: float) -> Optional[str]:
-    """How many more prompts might settle an undecided verdict, to one significant figure; None where unknowable.
-
-    ((1.96 + 0.84) s / distance)^2 prompts give 80% power at the 5% level.
-    """
-    medians = [median(repeats) for repeats in logs]
-    spread = deviation(medians)
-    if spread is None:
-        return None
-    distance = abs(math.fsum(medians) / len(medians) - math.log1p(min_gain))
-    needed = ((1.96 + 0.84) * spread / distance) ** 2 - len(medians) if distance > 0 else math.inf
-    if needed > 100:
-        return "more than 100"
-    return f"{max(float(f'{needed:.1g}'), 1.0):.0f}"
-
-
-# ---- comparison -------------------------------------------------------------------------------------------
+# ---- comparison ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -2144,7 +3050,11 @@ class Drafts:
     @property
     def seen(self) -> Optional[bool]:
         """Whether the server drafted at all; None where nothing tells."""
-        counts = (self.acceptance.steps, self.acceptance.drafted, self.acceptance.accepted) if self.acceptance else ()
+        counts = (
+            (self.acceptance.steps, self.acceptance.drafted, self.acceptance.accepted)
+            if self.acceptance
+            else ()
+        )
         known = [count for count in counts if count is not None]
         return any(known) if known else None
 
@@ -2157,13 +3067,23 @@ def drafts_of(run: Run, workload: Optional[str] = None) -> Drafts:
     """Acceptance from the answers, completed by the counters where both speak of the same answers."""
     answers = run.answers(workload).values()
     blocks = [block for block in run.counted if workload in (None, block.workload)]
-    growth = added_growth([block_growth(block.before, block.after, block.tokens) for block in blocks])
+    growth = added_growth(
+        [block_growth(block.before, block.after, block.tokens) for block in blocks]
+    )
     tokens = sum_known(answer.completion_tokens for answer in answers)
     count = sum(answer.completion_tokens != 0 for answer in answers)
-    told = added_acceptance([found for answer in answers if (found := acceptance_of_answer(answer.statistics))])
-    block_tokens, block_answers = sum_known(block.tokens for block in blocks), sum(block.answers for block in blocks)
+    told = added_acceptance(
+        [found for answer in answers if (found := acceptance_of_answer(answer.statistics))]
+    )
+    block_tokens, block_answers = (
+        sum_known(block.tokens for block in blocks),
+        sum(block.answers for block in blocks),
+    )
     counted = acceptance_of_counters(growth, block_answers)
-    timed = [as_count(as_dict(answer.statistics.get("timings")).get("predicted_n")) or 0 for answer in answers]
+    timed = [
+        as_count(as_dict(answer.statistics.get("timings")).get("predicted_n")) or 0
+        for answer in answers
+    ]
     if told is None and counted is None and timed and min(timed) > 1:
         # timings without draft fields: engines that have the fields leave them out where nothing was drafted
         told = Acceptance("timings", None, 0, 0)
@@ -2179,9 +3099,12 @@ def in_common(runs: Sequence[Run]) -> list[Run]:
     """The runs, each knowing what all of them completed: the speeds are made of that."""
     pairs, blocks = frozenset.intersection(*(frozenset(run.answers()) for run in runs)), None
     if all(run.conditions["concurrency"] > 1 for run in runs):
-        blocks = frozenset.intersection(*(
-            frozenset((c.workload, c.repeat) for c in run.counted if not c.failed and c.answers) for run in runs
-        ))
+        blocks = frozenset.intersection(
+            *(
+                frozenset((c.workload, c.repeat) for c in run.counted if not c.failed and c.answers)
+                for run in runs
+            )
+        )
     return [replace(run, pairs=pairs, blocks=blocks) for run in runs]
 
 
@@ -2209,19 +3132,30 @@ def clock_of(source: Optional[str]) -> str:
 def units_of(run: Run, workload: Optional[str] = None, decode: bool = False) -> dict[Any, Unit]:
     """What the speeds of this arm are made of: the pairs, or under load the blocks, that all arms completed."""
     if run.blocks is not None and not decode:
-        return {key: Unit(key, c.tokens, c.elapsed_s) for c in run.counted
-                if (key := (c.workload, c.repeat)) in run.blocks and workload in (None, c.workload)}
-    return {pair: Unit(pair[0], answer.decode_tokens, answer.decode_s, clock_of(answer.decode_source)) if decode
-            else Unit(pair[0], answer.completion_tokens, answer.latency_s)
-            for pair, answer in run.shared(workload).items()}
+        return {
+            key: Unit(key, c.tokens, c.elapsed_s)
+            for c in run.counted
+            if (key := (c.workload, c.repeat)) in run.blocks and workload in (None, c.workload)
+        }
+    return {
+        pair: Unit(pair[0], answer.decode_tokens, answer.decode_s, clock_of(answer.decode_source))
+        if decode
+        else Unit(pair[0], answer.completion_tokens, answer.latency_s)
+        for pair, answer in run.shared(workload).items()
+    }
 
 
-def log_rates(units: dict[Any, Unit], against: Optional[dict[Any, Unit]] = None) -> list[list[float]]:
+def log_rates(
+    units: dict[Any, Unit], against: Optional[dict[Any, Unit]] = None
+) -> list[list[float]]:
     """ln tokens/s of each group's units, or ln of their ratio to the same units of another arm (same clocks only)."""
     groups: dict[Any, list[float]] = {}
     for key, unit in units.items():
         other = against.get(key) if against is not None else Unit(None, 1, 1.0, unit.clock)
-        rate, base = ratio_of(unit.tokens, unit.seconds), ratio_of(other.tokens, other.seconds) if other else None
+        rate, base = (
+            ratio_of(unit.tokens, unit.seconds),
+            ratio_of(other.tokens, other.seconds) if other else None,
+        )
         if rate and base and other and other.clock == unit.clock:
             groups.setdefault(unit.group, []).append(math.log(rate) - math.log(base))
     return list(groups.values())
@@ -2242,20 +3176,29 @@ class Figures:
 def figures_of(run: Run, workload: Optional[str] = None) -> Figures:
     """tokens/s = tokens / time inside the requests; under load, tokens / elapsed time of the blocks."""
     units, answers = units_of(run, workload).values(), run.shared(workload).values()
-    timed = [unit for unit in units_of(run, workload, decode=True).values() if unit.tokens and unit.seconds]
+    timed = [
+        unit
+        for unit in units_of(run, workload, decode=True).values()
+        if unit.tokens and unit.seconds
+    ]
     sources = {answer.decode_source for answer in answers if answer.decode_source}
     wall_s = math.fsum(unit.seconds or 0.0 for unit in units)
-    decode = ratio_of(sum(unit.tokens or 0 for unit in timed), math.fsum(unit.seconds or 0.0 for unit in timed))
+    decode = ratio_of(
+        sum(unit.tokens or 0 for unit in timed), math.fsum(unit.seconds or 0.0 for unit in timed)
+    )
     return Figures(
         ratio_of(sum_known(unit.tokens for unit in units), wall_s),
-        decode if len(sources) == 1 else None, sources.pop() if len(sources) == 1 else None, wall_s,
+        decode if len(sources) == 1 else None,
+        sources.pop() if len(sources) == 1 else None,
+        wall_s,
         spread_of([answer.latency_s for answer in answers]),
         spread_of([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
     )
 
 
-def log_ratios(baseline: Run, candidate: Run, workload: Optional[str] = None,
-               decode: bool = False) -> list[list[float]]:
+def log_ratios(
+    baseline: Run, candidate: Run, workload: Optional[str] = None, decode: bool = False
+) -> list[list[float]]:
     """ln(candidate tokens/s) - ln(baseline tokens/s): a list of repeats for each prompt, or for each pair of blocks."""
     return log_rates(units_of(candidate, workload, decode), units_of(baseline, workload, decode))
 
@@ -2275,13 +3218,24 @@ def arm_findings(run: Run) -> Iterator[JSON]:
     growth, acceptance = drafts.growth, drafts.acceptance
     whole = counter_growth(run.counted[0].before, run.counted[-1].after) if run.counted else growth
     if growth.reset or whole.reset:
-        yield finding("counter-reset", f"{whole.void or growth.void}; its figures and its cache are of two servers")
-    elif growth.samples is None and not any(f["finding"] == "metrics-unavailable" for f in run.conditions["findings"]):
-        unread = "interrupted before the counters were read" if run.interrupted else "no metrics were read"
+        yield finding(
+            "counter-reset",
+            f"{whole.void or growth.void}; its figures and its cache are of two servers",
+        )
+    elif growth.samples is None and not any(
+        f["finding"] == "metrics-unavailable" for f in run.conditions["findings"]
+    ):
+        unread = (
+            "interrupted before the counters were read"
+            if run.interrupted
+            else "no metrics were read"
+        )
         yield finding("metrics-unavailable", (run.counted and growth.void) or unread)
     elif acceptance is None and spec_delta(growth):
-        yield finding("metrics-unavailable",
-                      "the page has speculation counters of an unknown kind; no rate is made of them")
+        yield finding(
+            "metrics-unavailable",
+            "the page has speculation counters of an unknown kind; no rate is made of them",
+        )
     if drafts.disagreement:
         yield finding("sources-disagree", drafts.disagreement + "; the answers are believed")
     rate = (drafts.record() or {}).get("rate")
@@ -2290,32 +3244,54 @@ def arm_findings(run: Run) -> Iterator[JSON]:
         yield finding("rate-above-one", words, rate=rate)
     if extra := _foreign_tokens(run):
         words = f"the server generated {extra} tokens more than this program received: another client used it, so "
-        yield finding("foreign-traffic", words + "speeds, counters and text may be disturbed", foreign_tokens=extra)
+        yield finding(
+            "foreign-traffic",
+            words + "speeds, counters and text may be disturbed",
+            foreign_tokens=extra,
+        )
     if acceptance is None and (mean := run.conditions["server"].get("lifetime_accept_length")):
         words = f"acceptance is told only as a mean since the server's start ({mean:.2f} tokens per step); it is not "
         yield finding("lifetime-only", words + "of this run", mean_length=mean)
     if peak := max((c.waiting or 0.0 for c in run.counted), default=0.0):
-        words = (f"up to {plural(round(peak), 'request')} queued at the server: it holds fewer at once than "
-                 f"{run.conditions['concurrency']}, so this level measures the queue")
+        words = (
+            f"up to {plural(round(peak), 'request')} queued at the server: it holds fewer at once than "
+            f"{run.conditions['concurrency']}, so this level measures the queue"
+        )
         yield finding("queueing", words, waiting=peak)
     for name, count, words in (
-        ("undecodable-text", sum(answer.undecodable for answer in answers),
-         "answers held bytes that are no UTF-8, shown as U+FFFD"),
-        ("usage-missing", sum(answer.completion_tokens is None for answer in answers),
-         "answers came without a token count of their own; rates are left out, never guessed"),
-        ("waited", sum(reading.waited_s > 0 for reading in run.readings),
-         "requests had to wait for a 503 or 429 first (not timed)"),
+        (
+            "undecodable-text",
+            sum(answer.undecodable for answer in answers),
+            "answers held bytes that are no UTF-8, shown as U+FFFD",
+        ),
+        (
+            "usage-missing",
+            sum(answer.completion_tokens is None for answer in answers),
+            "answers came without a token count of their own; rates are left out, never guessed",
+        ),
+        (
+            "waited",
+            sum(reading.waited_s > 0 for reading in run.readings),
+            "requests had to wait for a 503 or 429 first (not timed)",
+        ),
     ):
         if count:
             yield finding(name, f"{count} {words}", count=count)
     if run.interrupted:
-        yield finding("interrupted", f"interrupted after {plural(len(run.readings), 'request')} of this arm")
+        yield finding(
+            "interrupted", f"interrupted after {plural(len(run.readings), 'request')} of this arm"
+        )
 
 
 def _foreign_tokens(run: Run) -> Optional[int]:
     """How many tokens more were generated than received; None where it cannot be known, or where it is too little."""
     received = sum_known(block.tokens for block in run.counted)
-    if not run.counted or received is None or run.interrupted or any(not r.answer for r in run.readings):
+    if (
+        not run.counted
+        or received is None
+        or run.interrupted
+        or any(not r.answer for r in run.readings)
+    ):
         return None
     whole = counter_growth(run.counted[0].before, run.counted[-1].after)
     if run.conditions["shared_server"]:  # between this arm's blocks the other arm used it
@@ -2324,22 +3300,6 @@ def _foreign_tokens(run: Run) -> Optional[int]:
     if generated is None or generated <= received * (1 + FOREIGN_SHARE):
         return None
     return round(generated - received)
-
-
-def _by_series(samples: Iterable[Sample]) -> JSON:
-    """The values of the speculation series among them, under the server's own names, positions in numeric order."""
-
-    def place(sample: Sample) -> tuple[str, int, str]:
-        position = position_of(sample)
-        return sample.name, -1 if position is None else position, sample.series
-
-    kept = sorted((s for s in samples if _SPECULATION.match(s.name)), key=place)
-    return {s.series: int(s.value) if s.value == int(s.value) else s.value for s in kept}
-
-
-def spec_delta(growth: Growth) -> Optional[JSON]:
-    """Growth of every speculation counter."""
-    return None if growth.samples is None else _by_series(growth.samples)
 
 
 def spec_gauges(run: Run) -> Optional[JSON]:
@@ -2355,92 +3315,90 @@ def workloads_of(run: Run) -> list[str]:
     return list(dict.fromkeys(prompt["workload"] for prompt in run.conditions["prompts"]))
 
 
-def endpoint_record(run: Run, label: str) -> JSON:
-    """What the lab notebook keeps of one arm; rates are over the pairs that all arms completed."""
-    about, request, figures, drafts = run.conditions, run.conditions["request"], figures_of(run), drafts_of(run)
-    answers = run.answers().values()
-    tokens = sum_known(answer.completion_tokens for answer in answers)
-    errors = [reading.error for reading in run.readings if reading.error]
-    samples = (answer.statistics.get("timings") for answer in answers)
-    speed = over_prompts(log_rates(units_of(run)))
-
-    def one(workload: str) -> JSON:
-        mine, speeds = run.answers(workload), figures_of(run, workload)
-        return {
-            "workload": workload, "prompts": len({index for index, _ in mine}), "completed": len(mine),
-            "output_tokens": sum_known(answer.completion_tokens for answer in mine.values()),
-            "output_tokens_per_s": speeds.tokens_per_s, "decode_tokens_per_s": speeds.decode_tokens_per_s,
-            "latency_s": speeds.latency_s, "ttft_s": speeds.ttft_s, "acceptance": drafts_of(run, workload).record(),
-        }
-
-    return {
-        "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "label": f"{label}/{run.arm}", "kind": "endpoint",
-        **copied(about, "base_url", "model", "engine", "engine_version"), "max_tokens": request.get("max_tokens"),
-        "repeats": about["repeats"], "prompt_count": len(about["prompts"]), "requests": len(run.readings),
-        "completed": len(answers), "failed": len(errors), "first_error": errors[0] if errors else None,
-        "wall_s": figures.wall_s, "latency_s": figures.latency_s, "ttft_s": figures.ttft_s, "output_tokens": tokens,
-        "output_tokens_per_s": figures.tokens_per_s, "decode_tokens_per_s": figures.decode_tokens_per_s,
-        "decode_source": figures.decode_source, "speed": as_json(speed, "tokens_per_s"),
-        "tokens_counted_by_server": bool(answers) and tokens is not None,
-        "server_timings_sample": next((sample for sample in samples if sample), None),
-        "spec_metrics_delta": spec_delta(drafts.growth), "spec_metrics_gauges": spec_gauges(run),
-        "acceptance": drafts.record(), "workloads": [one(workload) for workload in workloads_of(run)],
-        "cached_tokens": sum_known(answer.cached_tokens for answer in answers) if answers else None,
-        "audit": list(arm_findings(run)), "server": about["server"], "context": about["server"].get("context"),
-        "seed": request.get("seed"), "temperature": request.get("temperature"),
-        **copied(about, "stream", "warmup", "order", "concurrency"), "interrupted": run.interrupted,
-        "prompts_sha256": prompts_digest(about),
-        **copied(about, "simulated", "host", "tool_version", "recorded_at"),
-    }
-
-
-def prompts_digest(conditions: JSON) -> str:
-    """One hash over all prompts of a run, in their order."""
-    return hashlib.sha256("".join(prompt["sha256"] for prompt in conditions["prompts"]).encode()).hexdigest()[:16]
-
-
-def explanation(baseline: Figures, candidate: Figures, drafts: Drafts, fit: Optional[JSON] = None) -> JSON:
+def explanation(
+    baseline: Figures, candidate: Figures, drafts: Drafts, fit: Optional[JSON] = None
+) -> JSON:
     """Why it pays or not: tokens per target step L against the cost of a step X, alpha against the alpha needed.
 
     X = speculative decode seconds per target step / baseline decode seconds per token, so L / X is the measured
     decode ratio by construction; c = (X - 1) / drafts per target step.
     """
-    result: JSON = {"applies": "no-acceptance", **dict.fromkeys((
-        "alpha", "alpha_needed", "tokens_per_step", "step_cost", "draft_cost", "chain", "best_chain", "predicted",
-    )), "fit": fit}
+    result: JSON = {
+        "applies": "no-acceptance",
+        **dict.fromkeys(
+            (
+                "alpha",
+                "alpha_needed",
+                "tokens_per_step",
+                "step_cost",
+                "draft_cost",
+                "chain",
+                "best_chain",
+                "predicted",
+            )
+        ),
+        "fit": fit,
+    }
     acceptance, record = drafts.acceptance, drafts.record()
     if acceptance is None or record is None or not drafts.seen:
         return result
     length, alpha = record["tokens_per_target_step"], record["alpha"]
     same_clock = clock_of(baseline.decode_source) == clock_of(candidate.decode_source)
-    pace = ratio_of(baseline.decode_tokens_per_s, candidate.decode_tokens_per_s) if same_clock else None
+    pace = (
+        ratio_of(baseline.decode_tokens_per_s, candidate.decode_tokens_per_s)
+        if same_clock
+        else None
+    )
     cost = pace * length if pace is not None and length is not None else None
-    per_step, chain = ratio_of(acceptance.drafted, target_steps(acceptance)), fixed_chain(acceptance)
+    per_step, chain = (
+        ratio_of(acceptance.drafted, target_steps(acceptance)),
+        fixed_chain(acceptance),
+    )
     draft_cost = ratio_of(cost - 1, per_step) if cost is not None else None
-    result.update(alpha=alpha, tokens_per_step=length, step_cost=cost, draft_cost=draft_cost,
-                  chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or per_step)
+    result.update(
+        alpha=alpha,
+        tokens_per_step=length,
+        step_cost=cost,
+        draft_cost=draft_cost,
+        chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or per_step,
+    )
     if cost is None:
         result["applies"] = "alpha" if chain else "varying-chain"
         return result
     if chain is None:
-        result["applies"], result["alpha_needed"] = ("any", 0.0) if cost <= 1 else ("varying-chain", None)
+        result["applies"], result["alpha_needed"] = (
+            ("any", 0.0) if cost <= 1 else ("varying-chain", None)
+        )
         return result
     result["applies"], result["alpha_needed"] = alpha_needed(chain, cost)
-    rates = record["per_position"] or ([alpha ** (i + 1) for i in range(chain)] if alpha is not None else None)
+    rates = record["per_position"] or (
+        [alpha ** (i + 1) for i in range(chain)] if alpha is not None else None
+    )
     if rates and (fit or (draft_cost is not None and draft_cost >= 0)):
-        verifying, drafting = (fit["verification_cost"], fit["draft_cost"]) if fit else (1.0, draft_cost or 0.0)
+        verifying, drafting = (
+            (fit["verification_cost"], fit["draft_cost"]) if fit else (1.0, draft_cost or 0.0)
+        )
         rates = (list(rates) + [0.0] * chain)[:chain]
-        result["predicted"] = predicted_by_chain(rates, lambda k: verifying + k * drafting, max(2 * chain, 2))
+        result["predicted"] = predicted_by_chain(
+            rates, lambda k: verifying + k * drafting, max(2 * chain, 2)
+        )
         off = {"chain": 0, "predicted_speedup": 1.0, "extrapolated": False}
-        result["best_chain"] = max([off, *result["predicted"]], key=lambda entry: entry["predicted_speedup"])
+        result["best_chain"] = max(
+            [off, *result["predicted"]], key=lambda entry: entry["predicted_speedup"]
+        )
     return result
 
 
 def fit_of(explanations: Sequence[tuple[JSON, Optional[Acceptance]]]) -> Optional[JSON]:
     """Verification and draft cost apart, from candidates with fixed chains of different length."""
-    fixed = [(chain, per_step, told["step_cost"]) for told, found in explanations
-             if found and told["step_cost"] is not None and (chain := fixed_chain(found))
-             and (per_step := ratio_of(found.drafted, target_steps(found))) is not None]
+    fixed = [
+        (chain, per_step, told["step_cost"])
+        for told, found in explanations
+        if found
+        and told["step_cost"] is not None
+        and (chain := fixed_chain(found))
+        and (per_step := ratio_of(found.drafted, target_steps(found))) is not None
+    ]
     points = [(per_step, cost) for _, per_step, cost in fixed]
     costs = fitted_costs(points) if len({chain for chain, _, _ in fixed}) > 1 else None
     if costs is None or costs[0] < PLAUSIBLE_VERIFICATION or costs[1] < 0:
@@ -2455,32 +3413,54 @@ def same_process(run: Run, other: Run) -> bool:
 
 def noise_check(run: Run, other: Run) -> bool:
     """Whether two arms were one server that was asked the same: what differs between them is noise."""
-    return same_process(run, other) and run.conditions["arm_extras"] == other.conditions["arm_extras"]
+    return (
+        same_process(run, other) and run.conditions["arm_extras"] == other.conditions["arm_extras"]
+    )
 
 
 def pair_findings(baseline: Run, candidate: Run, drafts: Drafts, logs: Logs) -> Iterator[JSON]:
     """What must be known before the two arms are compared."""
     a, b, same = baseline.conditions, candidate.conditions, noise_check(baseline, candidate)
     if same_process(baseline, candidate):
-        words = "this measures the noise, not speculation" if same else (
-            "only the request fields differ, and its counters are of both arms together")
+        words = (
+            "this measures the noise, not speculation"
+            if same
+            else ("only the request fields differ, and its counters are of both arms together")
+        )
         yield finding("same-server", f"both arms are the same server: {words}", noise=same)
     elif drafts_of(baseline).seen:
-        yield finding("baseline-drafting",
-                      "the baseline server drafts too, so this is no comparison with plain decoding")
+        yield finding(
+            "baseline-drafting",
+            "the baseline server drafts too, so this is no comparison with plain decoding",
+        )
     if drafts.seen is False and not same:
-        yield finding("not-drafting", "speculation did not run: no draft was seen on the speculative server, so its "
-                                      "speed says nothing about speculation")
-    mine, theirs = (sum_known(answer.cached_tokens for answer in run.shared().values())
-                    for run in (baseline, candidate))
+        yield finding(
+            "not-drafting",
+            "speculation did not run: no draft was seen on the speculative server, so its "
+            "speed says nothing about speculation",
+        )
+    mine, theirs = (
+        sum_known(answer.cached_tokens for answer in run.shared().values())
+        for run in (baseline, candidate)
+    )
     prompt = sum(answer.prompt_tokens or 0 for answer in baseline.shared().values())
-    if mine is not None and theirs is not None and not same and abs(mine - theirs) > max(0.01 * prompt, 1):
-        words = (f"prompt tokens from the cache: baseline {mine}, {candidate.arm} {theirs}; restart both servers, or "
-                 "switch the cache off (llama.cpp: --extra-body '{\"cache_prompt\": false}')")
+    if (
+        mine is not None
+        and theirs is not None
+        and not same
+        and abs(mine - theirs) > max(0.01 * prompt, 1)
+    ):
+        words = (
+            f"prompt tokens from the cache: baseline {mine}, {candidate.arm} {theirs}; restart both servers, or "
+            "switch the cache off (llama.cpp: --extra-body '{\"cache_prompt\": false}')"
+        )
         yield finding("cache-differs", words, baseline=mine, speculative=theirs)
     yield from server_differences(a, b)
     yield from sample_findings(logs, under_load=a["concurrency"] > 1)
-    for run in (baseline, candidate):  # these may be why texts differ, so they stand beside the comparison too
+    for run in (
+        baseline,
+        candidate,
+    ):  # these may be why texts differ, so they stand beside the comparison too
         for entry in arm_findings(run):
             if entry["finding"] in DISTURBANCES:
                 yield {**entry, "detail": f"{run.arm}: {entry['detail']}"}
@@ -2494,12 +3474,21 @@ def server_differences(a: JSON, b: JSON) -> Iterator[JSON]:
         ("model-differs", "model", lambda side: side["model"]),
         ("context-differs", "context length", lambda side: side["server"].get("context")),
         ("quantization-differs", "quantization", lambda side: side["server"].get("quantization")),
-        ("build-differs", "tensor parallel size", lambda side: side["server"].get("tensor_parallel")),
+        (
+            "build-differs",
+            "tensor parallel size",
+            lambda side: side["server"].get("tensor_parallel"),
+        ),
         ("build-differs", "build", lambda side: f"{side['engine']} {side['engine_version']}"),
     ):
         mine, theirs = told(a), told(b)
         if mine != theirs and mine is not None and theirs is not None:
-            yield finding(name, f"{words}: baseline {mine}, {b['arm']} {theirs}", baseline=mine, speculative=theirs)
+            yield finding(
+                name,
+                f"{words}: baseline {mine}, {b['arm']} {theirs}",
+                baseline=mine,
+                speculative=theirs,
+            )
 
 
 def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
@@ -2507,7 +3496,11 @@ def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
     units = "pairs of blocks" if under_load else "prompts"
     if len(logs) < 2:
         words = f"no interval: it takes at least two {units} measured on both servers"
-        yield finding("few-prompts", words + "; --repeats adds pairs of blocks" * under_load, prompts=len(logs))
+        yield finding(
+            "few-prompts",
+            words + "; --repeats adds pairs of blocks" * under_load,
+            prompts=len(logs),
+        )
     elif len(logs) < FEW_PROMPTS:
         words = f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow where kinds are mixed"
         yield finding("few-prompts", words, prompts=len(logs))
@@ -2516,33 +3509,139 @@ def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
         yield finding("stalls", words, count=stalls)
 
 
-def compared(baseline: Run, candidate: Run, drafts: Drafts, min_gain: float, triage: JSON,
-             workload: Optional[str] = None) -> JSON:
+# ---- records and notebook -----------------------------------------------------------------------
+
+
+def endpoint_record(run: Run, label: str) -> JSON:
+    """What the lab notebook keeps of one arm; rates are over the pairs that all arms completed."""
+    about, request, figures, drafts = (
+        run.conditions,
+        run.conditions["request"],
+        figures_of(run),
+        drafts_of(run),
+    )
+    answers = run.answers().values()
+    tokens = sum_known(answer.completion_tokens for answer in answers)
+    errors = [reading.error for reading in run.readings if reading.error]
+    samples = (answer.statistics.get("timings") for answer in answers)
+    speed = over_prompts(log_rates(units_of(run)))
+
+    def one(workload: str) -> JSON:
+        mine, speeds = run.answers(workload), figures_of(run, workload)
+        return {
+            "workload": workload,
+            "prompts": len({index for index, _ in mine}),
+            "completed": len(mine),
+            "output_tokens": sum_known(answer.completion_tokens for answer in mine.values()),
+            "output_tokens_per_s": speeds.tokens_per_s,
+            "decode_tokens_per_s": speeds.decode_tokens_per_s,
+            "latency_s": speeds.latency_s,
+            "ttft_s": speeds.ttft_s,
+            "acceptance": drafts_of(run, workload).record(),
+        }
+
+    return {
+        "lab": LAB,
+        "schema": SCHEMA,
+        "run_id": about["run_id"],
+        "label": f"{label}/{run.arm}",
+        "kind": "endpoint",
+        **copied(about, "base_url", "model", "engine", "engine_version"),
+        "max_tokens": request.get("max_tokens"),
+        "repeats": about["repeats"],
+        "prompt_count": len(about["prompts"]),
+        "requests": len(run.readings),
+        "completed": len(answers),
+        "failed": len(errors),
+        "first_error": errors[0] if errors else None,
+        "wall_s": figures.wall_s,
+        "latency_s": figures.latency_s,
+        "ttft_s": figures.ttft_s,
+        "output_tokens": tokens,
+        "output_tokens_per_s": figures.tokens_per_s,
+        "decode_tokens_per_s": figures.decode_tokens_per_s,
+        "decode_source": figures.decode_source,
+        "speed": as_json(speed, "tokens_per_s"),
+        "tokens_counted_by_server": bool(answers) and tokens is not None,
+        "server_timings_sample": next((sample for sample in samples if sample), None),
+        "spec_metrics_delta": spec_delta(drafts.growth),
+        "spec_metrics_gauges": spec_gauges(run),
+        "acceptance": drafts.record(),
+        "workloads": [one(workload) for workload in workloads_of(run)],
+        "cached_tokens": sum_known(answer.cached_tokens for answer in answers) if answers else None,
+        "audit": list(arm_findings(run)),
+        "server": about["server"],
+        "context": about["server"].get("context"),
+        "seed": request.get("seed"),
+        "temperature": request.get("temperature"),
+        **copied(about, "stream", "warmup", "order", "concurrency"),
+        "interrupted": run.interrupted,
+        "prompts_sha256": prompts_digest(about),
+        **copied(about, "simulated", "host", "tool_version", "recorded_at"),
+    }
+
+
+def prompts_digest(conditions: JSON) -> str:
+    """One hash over all prompts of a run, in their order."""
+    return hashlib.sha256(
+        "".join(prompt["sha256"] for prompt in conditions["prompts"]).encode()
+    ).hexdigest()[:16]
+
+
+def compared(
+    baseline: Run,
+    candidate: Run,
+    drafts: Drafts,
+    min_gain: float,
+    triage: JSON,
+    workload: Optional[str] = None,
+) -> JSON:
     """Speeds, verdict, acceptance and texts, in one workload or in all; no verdict where nothing was drafted."""
     speed = over_prompts(log_ratios(baseline, candidate, workload))
     idle = drafts.seen is False and not noise_check(baseline, candidate)
     return {
         "baseline_tokens_per_s": figures_of(baseline, workload).tokens_per_s,
         "speculative_tokens_per_s": figures_of(candidate, workload).tokens_per_s,
-        "speedup": as_json(speed), "verdict": None if idle else verdict_of(speed, min_gain),
-        "acceptance": drafts.record(), "text_comparison": compare_texts(baseline, candidate, triage, workload),
+        "speedup": as_json(speed),
+        "verdict": None if idle else verdict_of(speed, min_gain),
+        "acceptance": drafts.record(),
+        "text_comparison": compare_texts(baseline, candidate, triage, workload),
     }
 
 
-def workload_comparisons(baseline: Run, candidate: Run, total: JSON, min_gain: float, triage: JSON) -> Iterator[JSON]:
+def workload_comparisons(
+    baseline: Run, candidate: Run, total: JSON, min_gain: float, triage: JSON
+) -> Iterator[JSON]:
     """The same for each kind of work; no verdict on any where there is none on the whole."""
     for workload in workloads_of(baseline):
-        part = compared(baseline, candidate, drafts_of(candidate, workload), min_gain, triage, workload)
+        part = compared(
+            baseline, candidate, drafts_of(candidate, workload), min_gain, triage, workload
+        )
         del part["text_comparison"]["divergences"]
         if total["verdict"] is None:
             part["verdict"] = None
-        yield {"workload": workload, "prompts": part["speedup"]["prompts"] if part["speedup"] else 0, **part}
+        yield {
+            "workload": workload,
+            "prompts": part["speedup"]["prompts"] if part["speedup"] else 0,
+            **part,
+        }
 
 
-def comparison_record(baseline: Run, candidate: Run, drafts: Drafts, label: str, min_gain: float, triage: JSON,
-                      fit: Optional[JSON], forced: Sequence[str]) -> JSON:
+def comparison_record(
+    baseline: Run,
+    candidate: Run,
+    drafts: Drafts,
+    label: str,
+    min_gain: float,
+    triage: JSON,
+    fit: Optional[JSON],
+    forced: Sequence[str],
+) -> JSON:
     """What the lab notebook keeps of one candidate against the baseline."""
-    logs, total = log_ratios(baseline, candidate), compared(baseline, candidate, drafts, min_gain, triage)
+    logs, total = (
+        log_ratios(baseline, candidate),
+        compared(baseline, candidate, drafts, min_gain, triage),
+    )
     mine, theirs = figures_of(baseline), figures_of(candidate)
     about, base_about = candidate.conditions, baseline.conditions
     audit = list(pair_findings(baseline, candidate, drafts, logs))
@@ -2552,26 +3651,45 @@ def comparison_record(baseline: Run, candidate: Run, drafts: Drafts, label: str,
     texts = total.pop("text_comparison")
     listed = sorted(texts["divergences"], key=lambda found: found["class"] == "unstable-baseline")
     return {
-        "lab": LAB, "schema": SCHEMA, "run_id": about["run_id"], "baseline_run_id": base_about["run_id"],
-        "kind": "comparison", "candidate": candidate.arm,
-        "label": f"{label}/comparison" if candidate.arm == "speculative" else f"{label}/{candidate.arm}/comparison",
-        **copied(about, "engine", "engine_version", "model"), **total,
+        "lab": LAB,
+        "schema": SCHEMA,
+        "run_id": about["run_id"],
+        "baseline_run_id": base_about["run_id"],
+        "kind": "comparison",
+        "candidate": candidate.arm,
+        "label": f"{label}/comparison"
+        if candidate.arm == "speculative"
+        else f"{label}/{candidate.arm}/comparison",
+        **copied(about, "engine", "engine_version", "model"),
+        **total,
         "speedup_these_prompts": as_json(over_repeats(logs)),
-        "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, decode=True))), "min_gain": min_gain,
+        "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, decode=True))),
+        "min_gain": min_gain,
         "more_prompts": more_prompts(logs, min_gain) if total["verdict"] == "undecided" else None,
         "workloads": list(workload_comparisons(baseline, candidate, total, min_gain, triage)),
         "break_even": explanation(mine, theirs, drafts, fit),
-        "latency_p50_s": {"baseline": (mine.latency_s or {}).get("p50"),
-                          "speculative": (theirs.latency_s or {}).get("p50")},
+        "latency_p50_s": {
+            "baseline": (mine.latency_s or {}).get("p50"),
+            "speculative": (theirs.latency_s or {}).get("p50"),
+        },
         "text_comparison": {**texts, "divergences": listed[:LISTED_DIVERGENCES]},
-        "audit": audit, "max_tokens": about["request"].get("max_tokens"), "repeats": about["repeats"],
-        "prompt_count": len(about["prompts"]), "prompts_sha256": prompts_digest(about),
-        "concurrency": about["concurrency"], "interrupted": baseline.interrupted or candidate.interrupted,
-        "simulated": about["simulated"], "context": about["server"].get("context"),
+        "audit": audit,
+        "max_tokens": about["request"].get("max_tokens"),
+        "repeats": about["repeats"],
+        "prompt_count": len(about["prompts"]),
+        "prompts_sha256": prompts_digest(about),
+        "concurrency": about["concurrency"],
+        "interrupted": baseline.interrupted or candidate.interrupted,
+        "simulated": about["simulated"],
+        "context": about["server"].get("context"),
         "baseline_engine_version": base_about["engine_version"],
         "cached_tokens": sum_known(answer.cached_tokens for answer in candidate.answers().values()),
         "recorded_at": about["recorded_at"],
-        **{f"baseline_{name}": base_about[name] for name in ("engine", "model") if base_about[name] != about[name]},
+        **{
+            f"baseline_{name}": base_about[name]
+            for name in ("engine", "model")
+            if base_about[name] != about[name]
+        },
     }
 
 
@@ -2587,8 +3705,13 @@ class Result:
         return self.endpoints + self.comparisons
 
 
-def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str, JSON],
-              forced: Sequence[str] = ()) -> Result:
+def result_of(
+    runs: Sequence[Run],
+    label: str,
+    min_gain: float,
+    triage: dict[str, JSON],
+    forced: Sequence[str] = (),
+) -> Result:
     """Everything that is said about the arms of one level.
 
     Arms that completed nothing stay as records of their failure; the others are compared, if a baseline is among them.
@@ -2601,16 +3724,26 @@ def result_of(runs: Sequence[Run], label: str, min_gain: float, triage: dict[str
         return Result(endpoints, [])
     baseline, *candidates = alive
     plain, drafts = figures_of(baseline), [drafts_of(run) for run in candidates]
-    fit = fit_of([(explanation(plain, figures_of(run), own), own.acceptance) for run, own in zip(candidates, drafts)])
-    comparisons = [comparison_record(baseline, run, own, label, min_gain, triage.get(run.arm, {}), fit, forced)
-                   for run, own in zip(candidates, drafts)]
+    fit = fit_of(
+        [
+            (explanation(plain, figures_of(run), own), own.acceptance)
+            for run, own in zip(candidates, drafts)
+        ]
+    )
+    comparisons = [
+        comparison_record(baseline, run, own, label, min_gain, triage.get(run.arm, {}), fit, forced)
+        for run, own in zip(candidates, drafts)
+    ]
     return Result(endpoints, against_best(comparisons, candidates))
 
 
 def against_best(comparisons: list[JSON], candidates: Sequence[Run]) -> list[JSON]:
     """The comparisons, each with its paired ratio to the fastest candidate, so that real differences can be told."""
-    ran = [(record["speedup"]["ratio"], run) for record, run in zip(comparisons, candidates)
-           if record["speedup"] and record["verdict"] and not is_noise_check(record)]
+    ran = [
+        (record["speedup"]["ratio"], run)
+        for record, run in zip(comparisons, candidates)
+        if record["speedup"] and record["verdict"] and not is_noise_check(record)
+    ]
     best = max(ran, key=lambda pair: pair[0])[1] if ran else None
     for record, run in zip(comparisons, candidates):
         record["against_best"] = None
@@ -2620,105 +3753,6 @@ def against_best(comparisons: list[JSON], candidates: Sequence[Run]) -> list[JSO
     return comparisons
 
 
-# ---- lab notebook and run files ---------------------------------------------------------------------------
-
-
-def json_line(value: JSON) -> bytes:
-    """One line of JSON in ASCII; ValueError rather than NaN or infinity."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
-
-
-@contextlib.contextmanager
-def locked(file: BinaryIO) -> Iterator[None]:
-    """Hold the file against other processes that append to it."""
-    if os.name == "nt":
-        import msvcrt
-
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined,unused-ignore]
-        try:
-            yield
-        finally:
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-    else:
-        import fcntl
-
-        give_up = time.monotonic() + LOCK_LIMIT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    raise OSError(errno.EAGAIN, "another program holds its lock") from None
-                time.sleep(0.05)
-        yield  # closing the file releases it
-
-
-def append_records(path: str, records: Sequence[JSON]) -> None:
-    """Append whole lines in one write; an unfinished last line is ended first.  OSError where that fails.
-
-    Bytes that are in the file stay as they are; a write that fails half-way is taken back.
-    """
-    data = b"".join(json_line(record) for record in records)
-    with open(path, "a+b", buffering=0) as file, locked(file):
-        end = file.seek(0, os.SEEK_END)
-        if end:
-            file.seek(end - 1)
-            if file.read(1) != b"\n":
-                data = b"\n" + data
-        file.seek(0, os.SEEK_END)
-        try:
-            write_whole(file, data)
-        except OSError:
-            with contextlib.suppress(OSError):  # what is no ordinary file cannot be shortened
-                file.truncate(end)
-            raise
-
-
-def write_whole(file: BinaryIO, data: bytes) -> None:
-    """One unbuffered write.  OSError also where only a part of it fits."""
-    if file.write(data) != len(data):
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-
-PIPES = (stat.S_IFIFO, stat.S_IFSOCK)
-
-
-def check_kind(path: str, refused: Sequence[int]) -> None:
-    """OSError for a file of a refused kind: pipes, and devices as input, would be waited for without end."""
-    if os.path.exists(path) and stat.S_IFMT(os.stat(path).st_mode) in refused:
-        raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a file")
-
-
-def check_appendable(path: str, what: str = "lab notebook", option: str = "--labbook") -> None:
-    """UsageError, before any work is done, if the file that will hold results cannot be written."""
-    try:
-        check_kind(path, PIPES)  # devices like /dev/null will do
-        with open(path, "ab"):
-            pass
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                if file.read(14) == b'{"kind": "run"':
-                    raise UsageError(f"{path} is a run file of --save-run, which more lines would spoil; see {option}")
-    except OSError as error:
-        raise UsageError(f"cannot write the {what} {path}: {error.strerror}; another path: {option} FILE") from None
-
-
-def read_json_lines(path: str, warn: Say) -> list[JSON]:
-    """The JSON objects among the lines of a file; prose is skipped, a damaged line named in a warning."""
-    records = []
-    for number, line in enumerate(read_bytes(path).lstrip(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if not line.lstrip().startswith(b"{") and b"\0" not in line:  # zero bytes are what a power cut leaves
-            continue
-        try:
-            records.append(as_dict(loads(line.decode("utf-8", "replace"))))
-        except ValueError:
-            warn(f"{path}:{number}: damaged line skipped ({len(line)} bytes)")
-    return records
-
-
 # The fields of a reading that say what was asked.
 PLACE = ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")
 
@@ -2726,9 +3760,14 @@ PLACE = ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")
 def reading_to_json(reading: Reading) -> JSON:
     """A line of the run file: the reading and its answer in one flat object."""
     answer = asdict(reading.answer) if reading.answer else {}
-    return {"kind": "reading", **{name: getattr(reading, name) for name in PLACE}, **answer,
-            "timings": as_dict(answer.get("statistics")).get("timings"), "waited_s": reading.waited_s,
-            "error": reading.error}
+    return {
+        "kind": "reading",
+        **{name: getattr(reading, name) for name in PLACE},
+        **answer,
+        "timings": as_dict(answer.get("statistics")).get("timings"),
+        "waited_s": reading.waited_s,
+        "error": reading.error,
+    }
 
 
 def reading_from_json(line: JSON) -> Reading:
@@ -2736,11 +3775,24 @@ def reading_from_json(line: JSON) -> Reading:
     answer = None
     if line["error"] is None:
         answer = Answer(**copied(line, *Answer.__dataclass_fields__))
-        seconds = [answer.latency_s, *(value for value in (answer.ttft_s, answer.decode_s) if value is not None)]
-        counts = (answer.decode_tokens, answer.completion_tokens, answer.prompt_tokens, answer.cached_tokens)
-        if not (all(isinstance(text, str) for text in answer.texts)
-                and all(as_number(value) is not None and (value == 0 or 1e-9 < value < 1e9) for value in seconds)
-                and all(value is None or as_count(value) is not None for value in counts)):
+        seconds = [
+            answer.latency_s,
+            *(value for value in (answer.ttft_s, answer.decode_s) if value is not None),
+        ]
+        counts = (
+            answer.decode_tokens,
+            answer.completion_tokens,
+            answer.prompt_tokens,
+            answer.cached_tokens,
+        )
+        if not (
+            all(isinstance(text, str) for text in answer.texts)
+            and all(
+                as_number(value) is not None and (value == 0 or 1e-9 < value < 1e9)
+                for value in seconds
+            )
+            and all(value is None or as_count(value) is not None for value in counts)
+        ):
             raise TypeError("an answer whose text, times or counts are none")
     if as_count(line["prompt_index"]) is None or as_count(line["repeat"]) is None:
         raise TypeError("a reading that is of no pair")
@@ -2749,8 +3801,12 @@ def reading_from_json(line: JSON) -> Reading:
 
 def counted_to_json(counted: Counted) -> JSON:
     """A line of the run file with a server's counters before and after one block."""
-    return {"kind": "counted", **fields_of(counted), "before": fields_of(counted.before),
-            "after": fields_of(counted.after)}
+    return {
+        "kind": "counted",
+        **fields_of(counted),
+        "before": fields_of(counted.before),
+        "after": fields_of(counted.after),
+    }
 
 
 def counted_from_json(line: JSON) -> Counted:
@@ -2759,11 +3815,19 @@ def counted_from_json(line: JSON) -> Counted:
     def snapshot(value: JSON) -> Snapshot:
         samples = value["samples"]
         if samples is not None:
-            samples = tuple(Sample(name, tuple((k, v) for k, v in labels), *rest) for name, labels, *rest in samples)
+            samples = tuple(
+                Sample(name, tuple((k, v) for k, v in labels), *rest)
+                for name, labels, *rest in samples
+            )
         return Snapshot(samples, value["unavailable"], value["process"])
 
-    return Counted(**{**copied(line, *Counted.__dataclass_fields__), "before": snapshot(line["before"]),
-                      "after": snapshot(line["after"])})
+    return Counted(
+        **{
+            **copied(line, *Counted.__dataclass_fields__),
+            "before": snapshot(line["before"]),
+            "after": snapshot(line["after"]),
+        }
+    )
 
 
 def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
@@ -2776,19 +3840,30 @@ def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
             kind, arm = line.pop("kind"), line["arm"]
             if kind == "run":
                 level[arm] = (arm, line["concurrency"])
-                runs[level[arm]] = Run(arm, line, (), (), True)  # a run that was cut off has no closing line
+                runs[level[arm]] = Run(
+                    arm, line, (), (), True
+                )  # a run that was cut off has no closing line
             elif kind == "triage":
-                gap = {**UNKNOWN_GAP, **line["triage"], "gap_nats": as_number(line["triage"]["gap_nats"])}
+                gap = {
+                    **UNKNOWN_GAP,
+                    **line["triage"],
+                    "gap_nats": as_number(line["triage"]["gap_nats"]),
+                }
                 triage.setdefault(arm, {})[str(line["prompt_index"])] = gap
             elif kind in ("reading", "counted", "end"):
                 run = runs[level[arm]]
                 runs[level[arm]] = (
-                    replace(run, readings=(*run.readings, reading_from_json(line))) if kind == "reading" else
-                    replace(run, counted=(*run.counted, counted_from_json(line))) if kind == "counted" else
-                    replace(run, interrupted=line["interrupted"]))
+                    replace(run, readings=(*run.readings, reading_from_json(line)))
+                    if kind == "reading"
+                    else replace(run, counted=(*run.counted, counted_from_json(line)))
+                    if kind == "counted"
+                    else replace(run, interrupted=line["interrupted"])
+                )
         except DAMAGED as error:
-            raise UsageError(f"{path}: object {number} is no line of a run file, or damaged ({type(error).__name__}); "
-                             "give a file of --save-run") from None
+            raise UsageError(
+                f"{path}: object {number} is no line of a run file, or damaged ({type(error).__name__}); "
+                "give a file of --save-run"
+            ) from None
     if not runs:
         raise UsageError(f"{path} holds no run; give a file of --save-run")
     for run in runs.values():
@@ -2797,7 +3872,9 @@ def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
             json_line(record)
             result_lines(Result([record], []))
         except DAMAGED as error:
-            raise UsageError(f"{path}: the run of {run.arm} is damaged ({error!r}); measure it again") from None
+            raise UsageError(
+                f"{path}: the run of {run.arm} is damaged ({error!r}); measure it again"
+            ) from None
     return list(runs.values()), triage
 
 
@@ -2808,29 +3885,252 @@ def differing_conditions(baseline: Run, candidate: Run) -> list[str]:
     differ = [name for name in fields if a["request"].get(name) != b["request"].get(name)]
     if [p["sha256"] for p in a["prompts"]] != [p["sha256"] for p in b["prompts"]]:
         differ.append("prompts")
-    extras, others = ({k: v for k, v in side["request"].items() if k not in fields} for side in (a, b))
+    extras, others = (
+        {k: v for k, v in side["request"].items() if k not in fields} for side in (a, b)
+    )
     if extras != others:
         differ.append("request extras")
     return differ + [name for name in ("concurrency", "stream") if a[name] != b[name]]
 
 
-# ---- report -----------------------------------------------------------------------------------------------
+# ---- measurement --------------------------------------------------------------------------------
 
-VERDICT_WORDS = {"pays": "PAYS", "does-not-pay": "DOES NOT PAY", "undecided": "UNDECIDED", None: "DID NOT RUN"}
+
+def conditions_of(
+    server: Server,
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    level: int,
+    run_id: str,
+    findings: list[JSON],
+    simulated: bool,
+) -> JSON:
+    """Everything that is said about an arm beside its readings: the header of its run, as JSON."""
+    import platform
+
+    endpoint, stamp = server.endpoint, time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    private = {
+        **ENGINE_EXTRAS.get(endpoint.engine, {}),
+        **args.baseline_extra_body,
+        **args.speculative_extra_body,
+    }
+    return {
+        "schema": SCHEMA,
+        "run_id": run_id,
+        "arm": endpoint.arm,
+        "base_url": endpoint.api,
+        "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
+        "model": endpoint.model,
+        "engine": server.engine if args.engine == "unknown" else args.engine,
+        "engine_version": server.version
+        if args.engine_version == "unknown"
+        else args.engine_version,
+        "server": server.about,
+        "findings": server.findings + findings,
+        "request": {name: value for name, value in endpoint.request.items() if name not in private},
+        "arm_extras": of_arm(args, endpoint.arm, "extra_body"),
+        "stream": endpoint.stream,
+        "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in prompts],
+        "repeats": args.repeats,
+        "warmup": args.warmup,
+        "order": args.order,
+        "concurrency": level,
+        "simulated": simulated,
+        "tool_version": __version__,
+        "recorded_at": stamp[:-2] + ":" + stamp[-2:],
+        "host": {
+            "system": platform.system(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of one level, with what is needed to judge it."""
+
+    result: Result
+    runs: list[Run]
+    interrupted: bool
+
+
+def measure_levels(
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    servers: Sequence[Server],
+    recorder: Recorder,
+    simulated: bool = False,
+) -> list[Measured]:
+    """Measure each concurrency level; an interruption ends the last of those returned, a failure keeps those before."""
+    answers = warm_up([server.endpoint for server in servers], args.warmup, recorder.say)
+    hosts = server_numbers(servers, answers, args.warmup)
+    notes: list[JSON] = []
+    if any(answer and answer.streamed and answer.completion_tokens is None for answer in answers):
+        servers = [
+            replace(server, endpoint=replace(server.endpoint, stream=False)) for server in servers
+        ]
+        words = "a server's streamed answers carry no token count, so all servers are measured without streaming"
+        notes = [finding("usage-missing", words)]
+        recorder.say(words)
+    measured: list[Measured] = []
+    run_id = os.urandom(6).hex()
+    for level in args.concurrency:
+        name = run_id if len(args.concurrency) == 1 else f"{run_id}-{level}"
+        try:
+            headers = [
+                {
+                    **conditions_of(server, args, prompts, level, name, notes, simulated),
+                    "host_number": host,
+                    "shared_server": hosts.count(host) > 1,
+                }
+                for server, host in zip(servers, hosts)
+            ]
+            measured.append(
+                measure_level(
+                    args, prompts, [server.endpoint for server in servers], headers, recorder
+                )
+            )
+        except KeyboardInterrupt:
+            if not measured:
+                raise
+            measured[-1] = replace(measured[-1], interrupted=True)
+        except MeasureError as error:
+            if not measured:
+                raise
+            recorder.trouble = "; ".join(
+                filter(None, (recorder.trouble, str(error)))
+            )  # the levels before it are kept
+            break
+        if measured[-1].interrupted:
+            break
+    return measured
+
+
+def measure_level(
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    endpoints: Sequence[Endpoint],
+    headers: Sequence[JSON],
+    recorder: Recorder,
+) -> Measured:
+    """Measure one concurrency level."""
+    level, hosts = headers[0]["concurrency"], [header["host_number"] for header in headers]
+    plan = make_plan(
+        [prompt.workload for prompt in prompts], args.repeats, len(endpoints), args.order, level
+    )
+    recorder.begin(headers, sum(len(block.shots) for block in plan))
+    interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
+    for header in headers if recorder.readings else ():
+        recorder.write({"kind": "end", "arm": header["arm"], "interrupted": interrupted})
+    runs = [
+        Run(
+            header["arm"],
+            header,
+            tuple(r for r in recorder.readings if r.arm == header["arm"]),
+            tuple(c for c in recorder.counted if c.arm == header["arm"]),
+            interrupted,
+        )
+        for header in headers
+    ]
+    begun = [run for run in runs if run.readings or not interrupted]
+    triage: dict[str, JSON] = {run.arm: {} for run in runs}
+    try:
+        if not interrupted and runs[0].arm == "baseline":
+            triage_texts(runs, endpoints[0], prompts, args.triage, recorder, triage)
+        result = result_of(begun, args.label, args.min_gain, triage)
+    except KeyboardInterrupt:  # all is measured: it must not be lost
+        interrupted, result = True, result_of(begun, args.label, args.min_gain, triage)
+    return Measured(result, runs, interrupted)
+
+
+def triage_texts(
+    runs: Sequence[Run],
+    baseline: Endpoint,
+    prompts: Sequence[Prompt],
+    most: int,
+    recorder: Recorder,
+    findings: dict[str, JSON],
+) -> None:
+    """Fill in findings by arm and prompt index for texts that differ from a stable baseline, `most` in all."""
+    own = runs[0].answers()
+    for run in runs[1:]:
+        others, known = run.answers(), findings[run.arm]
+        for entry in compare_texts(runs[0], run, {})["divergences"]:
+            pair, index = (entry["prompt_index"], entry["repeat"]), str(entry["prompt_index"])
+            mine, theirs, asked = own.get(pair), others.get(pair), sum(map(len, findings.values()))
+            if (
+                asked < most
+                and index not in known
+                and entry["class"] != "unstable-baseline"
+                and mine
+                and theirs
+            ):
+                known[index] = ask_for_gap(
+                    baseline, prompts[entry["prompt_index"]], entry, mine, theirs
+                )
+                recorder.write(
+                    {
+                        "kind": "triage",
+                        "arm": run.arm,
+                        "prompt_index": entry["prompt_index"],
+                        "triage": known[index],
+                    }
+                )
+
+
+@contextlib.contextmanager
+def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
+    """The run file, new; UsageError if it cannot be made or exists, since it may hold hours of an earlier run."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed below; only the opening may fail here
+    except FileExistsError:
+        raise UsageError(
+            f"{path} exists and may hold an earlier run; name a new file for --save-run"
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}; another path for --save-run"
+        ) from None
+    try:
+        with file:
+            yield file
+    finally:
+        with contextlib.suppress(OSError):
+            if not os.path.getsize(path):  # nothing was measured: the name is free for the next try
+                os.remove(path)
+
+
+def worth_keeping(runs: Sequence[Run]) -> bool:
+    """Whether an interrupted level has a pair that all arms finished, or more than one answer of an arm."""
+    return any(len(run.answers()) > 1 for run in runs) or bool(in_common(runs)[0].pairs)
+
+
+# ---- report -------------------------------------------------------------------------------------
+
+VERDICT_WORDS = {
+    "pays": "PAYS",
+    "does-not-pay": "DOES NOT PAY",
+    "undecided": "UNDECIDED",
+    None: "DID NOT RUN",
+}
+
 RATIO_NOTE = "Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time."
-WORKLOAD_COLUMNS = ("Workload", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Verdict",
-                    "Acceptance", "Completions identical")
 
-
-def printable(text: str) -> str:
-    """ASCII for any console or cron mail; other characters and control characters as backslash escapes."""
-    plain = text.encode("ascii", "backslashreplace").decode("ascii")
-    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", lambda match: f"\\x{ord(match.group()):02x}", plain)
-
-
-def one_printable_line(text: str) -> str:
-    """The same with line ends escaped too: for table cells, sentences and messages."""
-    return printable(text).replace("\n", "\\n")
+WORKLOAD_COLUMNS = (
+    "Workload",
+    "Baseline tokens/s",
+    "With draft tokens/s",
+    "Ratio",
+    "95% interval",
+    "Verdict",
+    "Acceptance",
+    "Completions identical",
+)
 
 
 def figure(value: Optional[float], digits: int = 2) -> str:
@@ -2839,10 +4139,12 @@ def figure(value: Optional[float], digits: int = 2) -> str:
 
 
 def interval_of(estimated: Optional[JSON]) -> str:
-    """"1.71 to 1.98", or a dash where there is no interval."""
+    """ "1.71 to 1.98", or a dash where there is no interval."""
     if not estimated or estimated["low"] is None:
         return "-"
-    digits = 3 if any(abs(estimated[end] - 1) < 0.01 for end in ("low", "high")) else 2  # which side of 1 matters
+    digits = (
+        3 if any(abs(estimated[end] - 1) < 0.01 for end in ("low", "high")) else 2
+    )  # which side of 1 matters
     return f"{estimated['low']:.{digits}f} to {estimated['high']:.{digits}f}"
 
 
@@ -2852,10 +4154,12 @@ def ratio_in(record: JSON) -> Optional[float]:
 
 
 def speed_words(estimated: Optional[JSON]) -> str:
-    """"1.84x (1.71 to 1.98)"."""
+    """ "1.84x (1.71 to 1.98)"."""
     if not estimated:
         return "ratio unknown"
-    return f"{estimated['ratio']:.2f}x" + (f" ({interval_of(estimated)})" if estimated["low"] is not None else "")
+    return f"{estimated['ratio']:.2f}x" + (
+        f" ({interval_of(estimated)})" if estimated["low"] is not None else ""
+    )
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
@@ -2864,10 +4168,14 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int 
     At most 100 columns: the widest of the word columns gives way.
     """
     cells = [[one_printable_line(cell) for cell in row] for row in rows]
-    heads = [name.split(" ") if max((len(row[i]) for row in cells), default=0) < len(name) else [name]
-             for i, name in enumerate(header)]
+    heads = [
+        name.split(" ") if max((len(row[i]) for row in cells), default=0) < len(name) else [name]
+        for i, name in enumerate(header)
+    ]
     depth = max(map(len, heads))
-    cells = [[([""] * (depth - len(head)) + head)[i] for head in heads] for i in range(depth)] + cells
+    cells = [
+        [([""] * (depth - len(head)) + head)[i] for head in heads] for i in range(depth)
+    ] + cells
     widths = [max(map(len, column)) for column in zip(*cells)]
     while sum(widths) + 2 * (len(widths) - 1) > TABLE_COLUMNS and max(widths[:words]) > 8:
         widths[widths.index(max(widths[:words]))] -= 1
@@ -2877,13 +4185,18 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int 
         text = cell if len(cell) <= widths[i] else cell[: widths[i] - 3] + "..."
         return text.ljust(widths[i]) if i < words else text.rjust(widths[i])
 
-    return "\n".join("  ".join(fitted(i, cell) for i, cell in enumerate(row)).rstrip() for row in cells)
+    return "\n".join(
+        "  ".join(fitted(i, cell) for i, cell in enumerate(row)).rstrip() for row in cells
+    )
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The same table as Markdown."""
     body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] + ["---:"] * (len(header) - 1), *body])
+    return "\n".join(
+        f"| {' | '.join(line)} |"
+        for line in [header, ["---"] + ["---:"] * (len(header) - 1), *body]
+    )
 
 
 def cells_of(part: JSON) -> dict[str, str]:
@@ -2893,10 +4206,12 @@ def cells_of(part: JSON) -> dict[str, str]:
     return {
         "Baseline tokens/s": figure(part["baseline_tokens_per_s"]),
         "With draft tokens/s": figure(part["speculative_tokens_per_s"]),
-        "Ratio": figure(ratio_in(part)), "95% interval": interval_of(part["speedup"]),
+        "Ratio": figure(ratio_in(part)),
+        "95% interval": interval_of(part["speedup"]),
         "Verdict": VERDICT_WORDS[part["verdict"]].lower() if part.get("prompts") != 0 else "-",
         "Acceptance": figure((part["acceptance"] or {}).get("rate")),
-        "Identical": identical, "Completions identical": identical,
+        "Identical": identical,
+        "Completions identical": identical,
     }
 
 
@@ -2915,18 +4230,40 @@ def workload_rows(record: JSON) -> list[list[str]]:
     parts = list(record["workloads"])
     if len(parts) != 1:
         parts.append({**record, "workload": "all"})
-    return picked(WORKLOAD_COLUMNS, [{"Workload": part["workload"], **cells_of(part)} for part in parts])
+    return picked(
+        WORKLOAD_COLUMNS, [{"Workload": part["workload"], **cells_of(part)} for part in parts]
+    )
 
 
 def endpoint_lines(records: Sequence[JSON]) -> list[str]:
     """Who was measured, and how much of it came back."""
-    rows = [[
-        arm_of(r), r["base_url"], f"{r['engine']} {r['engine_version']}".replace(" unknown", ""),
-        f"{r['completed']} of {r['requests']}", figure(r["output_tokens_per_s"]), figure(r["decode_tokens_per_s"]),
-        figure(r["ttft_s"] and 1000 * r["ttft_s"]["p50"], 0),
-    ] for r in records]
-    return [text_table(("Server", "URL", "Engine", "Completed", "Tokens/s", "Decode tokens/s", "First token ms"),
-                       rows, 3)]
+    rows = [
+        [
+            arm_of(r),
+            r["base_url"],
+            f"{r['engine']} {r['engine_version']}".replace(" unknown", ""),
+            f"{r['completed']} of {r['requests']}",
+            figure(r["output_tokens_per_s"]),
+            figure(r["decode_tokens_per_s"]),
+            figure(r["ttft_s"] and 1000 * r["ttft_s"]["p50"], 0),
+        ]
+        for r in records
+    ]
+    return [
+        text_table(
+            (
+                "Server",
+                "URL",
+                "Engine",
+                "Completed",
+                "Tokens/s",
+                "Decode tokens/s",
+                "First token ms",
+            ),
+            rows,
+            3,
+        )
+    ]
 
 
 def is_noise_check(record: JSON) -> bool:
@@ -2943,25 +4280,41 @@ def explanation_lines(record: JSON) -> list[str]:
     if is_noise_check(record):
         return ["Why: both arms are the same server, so there is nothing to explain."]
     if why["applies"] == "no-acceptance" and length is None:
-        return ["Why: not known; neither the answers nor the metrics tell what became of the drafts."]
+        return [
+            "Why: not known; neither the answers nor the metrics tell what became of the drafts."
+        ]
     start = f"Why, as to decoding: {figure(length)} tokens per target step"
     if cost is None:
-        return [f"{start}; the cost of a step is unknown (both servers' decode times are needed, from the same kind "
-                "of clock)."]
-    gain = "more than it costs, so decoding gains" if length > cost else "no more, so decoding does not gain"
-    lines = [f"{start}, and a step costs {cost:.2f} target steps: it brings {gain}.",
-             "     " + bar_words(why, acceptance)]
+        return [
+            f"{start}; the cost of a step is unknown (both servers' decode times are needed, from the same kind "
+            "of clock)."
+        ]
+    gain = (
+        "more than it costs, so decoding gains"
+        if length > cost
+        else "no more, so decoding does not gain"
+    )
+    lines = [
+        f"{start}, and a step costs {cost:.2f} target steps: it brings {gain}.",
+        "     " + bar_words(why, acceptance),
+    ]
     if acceptance.get("accepted") == 0 and acceptance.get("drafted") and why["applies"] != "any":
-        lines.append("     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
-                     "target share a tokenizer.")
+        lines.append(
+            "     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
+            "target share a tokenizer."
+        )
     if fit:
         advice = "; the advice below rests on this fit" if why["predicted"] else ""
-        lines.append(f"     Fitted over {fit['runs']} candidates: verifying "
-                     f"costs {fit['verification_cost']:.2f} target steps, each drafted token {fit['draft_cost']:.3f}"
-                     f"{advice}.")
+        lines.append(
+            f"     Fitted over {fit['runs']} candidates: verifying "
+            f"costs {fit['verification_cost']:.2f} target steps, each drafted token {fit['draft_cost']:.3f}"
+            f"{advice}."
+        )
     elif why["draft_cost"] is not None:
-        lines.append(f"     A drafted token costs {why['draft_cost']:.3f} target steps; one chain length cannot tell "
-                     "how much of that is the growth of the verification.")
+        lines.append(
+            f"     A drafted token costs {why['draft_cost']:.3f} target steps; one chain length cannot tell "
+            "how much of that is the growth of the verification."
+        )
     return lines + chain_lines(why)
 
 
@@ -2969,14 +4322,20 @@ def bar_words(why: JSON, acceptance: JSON) -> str:
     """The acceptance that would be needed, or why there is no such figure."""
     chain, cost, applies = why["chain"], why["step_cost"], why["applies"]
     if applies == "alpha":
-        return (f"alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} and this "
-                "cost.")
+        return (
+            f"alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} and this "
+            "cost."
+        )
     if applies == "any":
         return "A step costs no more than a plain one: any acceptance pays (check the timing if that surprises you)."
     if applies == "cannot-pay":
-        return (f"A step can bring at most {chain + 1} tokens at chain length {chain} and costs {cost:.2f}: it cannot "
-                "pay at any acceptance.")
-    each = "a draft" if acceptance.get("steps") else "a target step"  # without S, steps without a draft count too
+        return (
+            f"A step can bring at most {chain + 1} tokens at chain length {chain} and costs {cost:.2f}: it cannot "
+            "pay at any acceptance."
+        )
+    each = (
+        "a draft" if acceptance.get("steps") else "a target step"
+    )  # without S, steps without a draft count too
     mean = f" (mean {chain:.2f} {each})" if chain is not None else ""
     return f"Drafts vary in length{mean} or many steps have none, so the formula for a fixed chain is not applicable."
 
@@ -2985,12 +4344,17 @@ def chain_lines(why: JSON) -> list[str]:
     """The predicted speed-up of each chain length, and the best."""
     if not why["predicted"]:
         return []
-    told = ", ".join(f"k={p['chain']} {p['predicted_speedup']:.2f}x{'*' * p['extrapolated']}"
-                     for p in why["predicted"][:12])
+    told = ", ".join(
+        f"k={p['chain']} {p['predicted_speedup']:.2f}x{'*' * p['extrapolated']}"
+        for p in why["predicted"][:12]
+    )
     best, words = why["best_chain"], "none: plain decoding is faster than every chain predicted"
     if best["chain"]:
         words = f"{best['chain']} ({best['predicted_speedup']:.2f}x{', extrapolated' * best['extrapolated']})"
-    return [f"     Predicted by chain length: {told} (* extrapolated).", f"     Best chain length: {words}."]
+    return [
+        f"     Predicted by chain length: {told} (* extrapolated).",
+        f"     Best chain length: {words}.",
+    ]
 
 
 def draft_lines(record: JSON) -> list[str]:
@@ -3001,11 +4365,24 @@ def draft_lines(record: JSON) -> list[str]:
     parts = [(name, told) for name, told in parts if told and told["drafted"] != 0]
     if not parts:
         return []
-    header = ("Drafts", "Accepted / drafted", "alpha", "Tokens per draft step", "Tokens per target step", "Draft steps")
+    header = (
+        "Drafts",
+        "Accepted / drafted",
+        "alpha",
+        "Tokens per draft step",
+        "Tokens per target step",
+        "Draft steps",
+    )
     names = ("rate", "alpha", "mean_length", "tokens_per_target_step")
-    rows = [[name, *(figure(told[each]) for each in names), figure(told["steps"], 0)] for name, told in parts]
-    lines = ["", text_table(header, rows),
-             "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, never higher."]
+    rows = [
+        [name, *(figure(told[each]) for each in names), figure(told["steps"], 0)]
+        for name, told in parts
+    ]
+    lines = [
+        "",
+        text_table(header, rows),
+        "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, never higher.",
+    ]
     known = [(name, told["per_position"]) for name, told in parts if told["per_position"]]
     for first in range(0, len(known), 4):
         lines += ["", *position_lines(known[first : first + 4])]
@@ -3024,14 +4401,26 @@ def position_lines(known: Sequence[tuple[str, list[float]]]) -> list[str]:
     def positions_worth(rates: list[float]) -> int:
         return max(sum(sum(rates[i:]) >= WORTH_TOKENS for i in range(len(rates))), 1)
 
-    shown = min(max(positions_worth(rates) for _, rates in known) + 1, max(len(rates) for _, rates in known), 20)
+    shown = min(
+        max(positions_worth(rates) for _, rates in known) + 1,
+        max(len(rates) for _, rates in known),
+        20,
+    )
     rows = [[str(i + 1), *(cell(rates, i) for _, rates in known)] for i in range(shown)]
-    lines = ["Accepted by draft position: share of the draft steps, share given the position before, bar",
-             text_table(("Position", *(name if len(name) <= 20 else name[:17] + "..." for name, _ in known)), rows, 5)]
+    lines = [
+        "Accepted by draft position: share of the draft steps, share given the position before, bar",
+        text_table(
+            ("Position", *(name if len(name) <= 20 else name[:17] + "..." for name, _ in known)),
+            rows,
+            5,
+        ),
+    ]
     for name, rates in known:
         cut = positions_worth(rates)
         if cut < len(rates):
-            lines.append(f"{name}: position {cut + 1} onward adds {sum(rates[cut:]):.2f} tokens per step.")
+            lines.append(
+                f"{name}: position {cut + 1} onward adds {sum(rates[cut:]):.2f} tokens per step."
+            )
     return lines
 
 
@@ -3041,31 +4430,52 @@ def text_lines(record: JSON) -> list[str]:
     lines = []
     for arm, own in (("baseline", texts["baseline_self"]), (name, texts["speculative_self"])):
         if own["compared"]:
-            warm = f" (warm repeats: {own['warm_identical']} of {own['warm_compared']})" if own["warm_compared"] else ""
-            lines.append(f"{arm} against itself: {own['identical']} of {own['compared']} repeats identical{warm}.")
-    besides = "".join(f", {texts[key]} {words}" for key, words in (
-        ("empty", "both empty (no evidence)"), ("failed", "not comparable")) if texts[key])
-    lines.append(f"baseline against {name}: {texts['identical']} of {texts['compared']} identical{besides}.")
+            warm = (
+                f" (warm repeats: {own['warm_identical']} of {own['warm_compared']})"
+                if own["warm_compared"]
+                else ""
+            )
+            lines.append(
+                f"{arm} against itself: {own['identical']} of {own['compared']} repeats identical{warm}."
+            )
+    besides = "".join(
+        f", {texts[key]} {words}"
+        for key, words in (("empty", "both empty (no evidence)"), ("failed", "not comparable"))
+        if texts[key]
+    )
+    lines.append(
+        f"baseline against {name}: {texts['identical']} of {texts['compared']} identical{besides}."
+    )
     if texts["counts_differ"]:
-        lines.append(f"{texts['counts_differ']} identical texts came with different token counts: a server miscounts, "
-                     "and its tokens/s with it.")
+        lines.append(
+            f"{texts['counts_differ']} identical texts came with different token counts: a server miscounts, "
+            "and its tokens/s with it."
+        )
     if texts["divergent"] and not texts["baseline_self"]["compared"]:
-        lines.append("the baseline was not compared with itself; with --repeats 2 it would show whether it is stable.")
+        lines.append(
+            "the baseline was not compared with itself; with --repeats 2 it would show whether it is stable."
+        )
     elif texts["unstable"]:
-        lines.append(f"on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
-                     "speculation is not the suspect there.")
+        lines.append(
+            f"on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
+            "speculation is not the suspect there."
+        )
     if texts["divergent"]:
         disturbed = any(entry["finding"] in DISTURBANCES for entry in record["audit"])
         other = ", the other client or restart noted below" if disturbed else ""
-        lines.append(f"numerics (another batch shape), a cache in another state{other} or a fault can do this; the "
-                     "texts alone cannot tell which.")
+        lines.append(
+            f"numerics (another batch shape), a cache in another state{other} or a fault can do this; the "
+            "texts alone cannot tell which."
+        )
     lines = ["Text: " + line for line in lines]
     shown = folded(texts["divergences"])[:5]
     for found in shown:
         lines += divergence_lines(found)
     if more := texts["divergent"] - sum(len(found["repeats"]) for found in shown):
-        lines.append(f"  ... and {plural(more, 'more pair')}; the record and --divergence-report list up to "
-                     f"{LISTED_DIVERGENCES}.")
+        lines.append(
+            f"  ... and {plural(more, 'more pair')}; the record and --divergence-report list up to "
+            f"{LISTED_DIVERGENCES}."
+        )
     return lines
 
 
@@ -3073,7 +4483,10 @@ def folded(divergences: Sequence[JSON]) -> list[JSON]:
     """The differences, those that are the same in several repeats of a prompt as one with its `repeats`."""
     groups: dict[Any, JSON] = {}
     for found in divergences:
-        key = tuple(found[name] for name in ("prompt_index", "where", "class", "baseline_tail", "speculative_tail"))
+        key = tuple(
+            found[name]
+            for name in ("prompt_index", "where", "class", "baseline_tail", "speculative_tail")
+        )
         groups.setdefault(key, {**found, "repeats": []})["repeats"].append(found["repeat"])
     return list(groups.values())
 
@@ -3086,15 +4499,21 @@ def divergence_lines(found: JSON) -> list[str]:
         if triage["gap_nats"] is not None:
             gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats"
         asked = f"; {triage['finding']} ({gap})"
-    lines = [f"  {one_printable_line(found['prompt_id'])} repeat {', '.join(map(str, found['repeats']))} "
-             f"({found['where']}): {found['class']} at byte {found['first_difference_at_byte']}, character "
-             f"{found['first_difference_at_char']}, line {found['line']} column {found['column']}{asked}"]
+    lines = [
+        f"  {one_printable_line(found['prompt_id'])} repeat {', '.join(map(str, found['repeats']))} "
+        f"({found['where']}): {found['class']} at byte {found['first_difference_at_byte']}, character "
+        f"{found['first_difference_at_char']}, line {found['line']} column {found['column']}{asked}"
+    ]
     for arm in ("baseline", "speculative"):
-        lines.append(f"    {arm + ':':<12} {json.dumps(found[arm + '_tail'])} ({found[arm + '_finish_reason']}, "
-                     f"{found[arm + '_tokens']} tokens)")
+        lines.append(
+            f"    {arm + ':':<12} {json.dumps(found[arm + '_tail'])} ({found[arm + '_finish_reason']}, "
+            f"{found[arm + '_tokens']} tokens)"
+        )
     if found["count_suspicious"]:
-        lines.append("    One text ends early under an equal token count: tokens were counted that did not arrive, "
-                     "so a speed is too high.")
+        lines.append(
+            "    One text ends early under an equal token count: tokens were counted that did not arrive, "
+            "so a speed is too high."
+        )
     return lines
 
 
@@ -3109,16 +4528,24 @@ def audit_lines(records: Sequence[JSON]) -> list[str]:
 
 
 # Findings that may have made a ratio what it is: they are said in the same line.
-CAVEATS = {"cache-differs": "the servers' prompt caches differed",
-           "conditions-differ": "the conditions differ (--force)",
-           "foreign-traffic": "another client used a server", "counter-reset": "a server was restarted",
-           "baseline-drafting": "the baseline drafts too", "interrupted": "the measurement was interrupted"}
+CAVEATS = {
+    "cache-differs": "the servers' prompt caches differed",
+    "conditions-differ": "the conditions differ (--force)",
+    "foreign-traffic": "another client used a server",
+    "counter-reset": "a server was restarted",
+    "baseline-drafting": "the baseline drafts too",
+    "interrupted": "the measurement was interrupted",
+}
 
 
 def caveats(record: JSON) -> str:
     """What the line to quote must not be read without."""
     texts, found = record["text_comparison"], [entry["finding"] for entry in record["audit"]]
-    words = [f"the text changed in {texts['divergent']} of {texts['compared']}"] if texts["divergent"] else []
+    words = (
+        [f"the text changed in {texts['divergent']} of {texts['compared']}"]
+        if texts["divergent"]
+        else []
+    )
     words += [words for name, words in CAVEATS.items() if name in found]
     return f"; BUT {', '.join(words)}" if words else ""
 
@@ -3130,15 +4557,20 @@ def sentence(record: JSON) -> str:
         return f"DID NOT RUN: no draft was seen, so nothing can be said about speculation{changed}."
     parts = [part for part in record["workloads"] if part["prompts"]] or record["workloads"]
     if len({part["verdict"] for part in parts}) > 1:
-        named = "; ".join(f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}"
-                          + (f": {speed_words(part['speedup'])}" if part["verdict"] else "") for part in parts)
+        named = "; ".join(
+            f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}"
+            + (f": {speed_words(part['speedup'])}" if part["verdict"] else "")
+            for part in parts
+        )
         return one_printable_line(f"{named}; over all {speed}{changed}.")
     where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
     at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
     total, measured = record["prompt_count"], sum(part["prompts"] for part in record["workloads"])
     share = f"{measured} of " if record["concurrency"] == 1 and measured < total else ""
-    return one_printable_line(f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed}, {share}"
-                              f"{plural(total, 'prompt')} x {record['repeats']}{changed}.")
+    return one_printable_line(
+        f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed}, {share}"
+        f"{plural(total, 'prompt')} x {record['repeats']}{changed}."
+    )
 
 
 def comparison_lines(record: JSON) -> list[str]:
@@ -3153,40 +4585,80 @@ def comparison_lines(record: JSON) -> list[str]:
     if record["decode_speedup"]:
         lines.append(f"Decoding alone: {speed_words(record['decode_speedup'])}.")
     if more == "more than 100":
-        lines.append("It would take more than 100 further prompts to settle it: treat it as no practical difference.")
+        lines.append(
+            "It would take more than 100 further prompts to settle it: treat it as no practical difference."
+        )
     elif more:
-        lines.append(f"About {plural(int(more), 'more prompt')} might settle it; more repeats would not.")
+        lines.append(
+            f"About {plural(int(more), 'more prompt')} might settle it; more repeats would not."
+        )
     return lines
 
 
 def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
     """Several candidates by speed, and which differences to the first are real."""
-    ranked = sorted(comparisons, key=lambda r: (r["verdict"] is None, is_noise_check(r), -(ratio_in(r) or 0.0)))
+    ranked = sorted(
+        comparisons, key=lambda r: (r["verdict"] is None, is_noise_check(r), -(ratio_in(r) or 0.0))
+    )
     rows = []
     for record in ranked:
         behind = record["against_best"]
-        real = "" if not behind else "too few prompts to tell" if behind["low"] is None else (
-            "real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
+        real = (
+            ""
+            if not behind
+            else "too few prompts to tell"
+            if behind["low"] is None
+            else ("real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
+        )
         place = speed_words(behind) if behind else "" if record["verdict"] is None else "first"
-        rows.append([record["candidate"], *picked(("Ratio", "95% interval", "Verdict"), [cells_of(record)])[0],
-                     place, real])
-    return ["", text_table(("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"), rows)]
+        rows.append(
+            [
+                record["candidate"],
+                *picked(("Ratio", "95% interval", "Verdict"), [cells_of(record)])[0],
+                place,
+                real,
+            ]
+        )
+    return [
+        "",
+        text_table(
+            ("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"),
+            rows,
+        ),
+    ]
 
 
-CROSSOVER_COLUMNS = ("Load", "Baseline tokens/s", "With draft tokens/s", "Ratio", "95% interval", "Acceptance",
-                     "Baseline latency s", "Draft latency s", "Identical")
+CROSSOVER_COLUMNS = (
+    "Load",
+    "Baseline tokens/s",
+    "With draft tokens/s",
+    "Ratio",
+    "95% interval",
+    "Acceptance",
+    "Baseline latency s",
+    "Draft latency s",
+    "Identical",
+)
 
 
 def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
     """How the gain changes under load, and between which levels it is lost."""
     levels = sorted(comparisons, key=lambda record: record["concurrency"])
-    rows = [{**cells_of(r), "Load": str(r["concurrency"]), "Baseline latency s": figure(r["latency_p50_s"]["baseline"]),
-             "Draft latency s": figure(r["latency_p50_s"]["speculative"])} for r in levels]
+    rows = [
+        {
+            **cells_of(r),
+            "Load": str(r["concurrency"]),
+            "Baseline latency s": figure(r["latency_p50_s"]["baseline"]),
+            "Draft latency s": figure(r["latency_p50_s"]["speculative"]),
+        }
+        for r in levels
+    ]
     known = [(r["concurrency"], r["speedup"]) for r in levels if r["speedup"]]
     below = next((i for i, (_, speed) in enumerate(known) if speed["ratio"] < 1), None)
     deciding = known if below is None else known[max(below - 1, 0) : below + 1]
     sure = len(known) == len(levels) and all(
-        speed["low"] is not None and not speed["low"] <= 1 <= speed["high"] for _, speed in deciding)
+        speed["low"] is not None and not speed["low"] <= 1 <= speed["high"] for _, speed in deciding
+    )
     if not known:
         found = "not known"
     elif below is None:
@@ -3196,11 +4668,16 @@ def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
     else:
         found = f"the ratio falls below 1 between {known[below - 1][0]} and {known[below][0]} requests at a time"
     doubt = "" if sure else " (not sure: an interval there holds 1, or is missing)"
-    lines = ["", text_table(CROSSOVER_COLUMNS, picked(CROSSOVER_COLUMNS, rows)),
-             f"Crossover: {found}{doubt}. Decide by the level your server usually runs at."]
+    lines = [
+        "",
+        text_table(CROSSOVER_COLUMNS, picked(CROSSOVER_COLUMNS, rows)),
+        f"Crossover: {found}{doubt}. Decide by the level your server usually runs at.",
+    ]
     if any(r["text_comparison"]["divergent"] for r in levels if r["concurrency"] > 1):
-        lines.append("Texts under load may differ because the batch is composed differently; that is not "
-                     "speculation's doing alone.")
+        lines.append(
+            "Texts under load may differ because the batch is composed differently; that is not "
+            "speculation's doing alone."
+        )
     return lines
 
 
@@ -3225,16 +4702,28 @@ def failure_words(record: JSON) -> str:
 
 def single_lines(record: JSON) -> list[str]:
     """The report on one server measured alone."""
-    rows = [[part["workload"], str(part["completed"]), figure(part["output_tokens_per_s"]),
-             figure(part["decode_tokens_per_s"])] for part in record["workloads"]]
+    rows = [
+        [
+            part["workload"],
+            str(part["completed"]),
+            figure(part["output_tokens_per_s"]),
+            figure(part["decode_tokens_per_s"]),
+        ]
+        for part in record["workloads"]
+    ]
     lines = ["", text_table(("Workload", "Completed", "Tokens/s", "Decode tokens/s"), rows)]
     told, is_baseline = record["acceptance"], arm_of(record) == "baseline"
     if told and told["drafted"] == 0:
-        lines.append("No draft was seen" + (", as it should be on a baseline." if is_baseline
-                                            else ": speculation did not run."))
+        lines.append(
+            "No draft was seen"
+            + (", as it should be on a baseline." if is_baseline else ": speculation did not run.")
+        )
     missing = "--speculative-url" if is_baseline else "--baseline-url"
-    return [*lines, *draft_lines(record),
-            f"One server was measured, so the speed-up is unknown; see {missing}, and compare --help."]
+    return [
+        *lines,
+        *draft_lines(record),
+        f"One server was measured, so the speed-up is unknown; see {missing}, and compare --help.",
+    ]
 
 
 def levels_lines(results: Sequence[Result]) -> list[str]:
@@ -3242,7 +4731,10 @@ def levels_lines(results: Sequence[Result]) -> list[str]:
     lines: list[str] = []
     for result in results:
         if len(results) > 1:
-            lines += [*[""] * bool(lines), f"=== {plural(result.endpoints[0]['concurrency'], 'request')} at a time ==="]
+            lines += [
+                *[""] * bool(lines),
+                f"=== {plural(result.endpoints[0]['concurrency'], 'request')} at a time ===",
+            ]
         lines += result_lines(result)
     comparisons = [record for result in results for record in result.comparisons]
     for label in dict.fromkeys(record["label"] for record in comparisons):
@@ -3255,7 +4747,10 @@ def memory_lines(endpoints: Sequence[JSON]) -> list[str]:
     """Cache and memory of the servers, where they tell: a draft is bought with cache."""
     told = []
     for record in endpoints:
-        cache, resident = record["server"].get("cache_tokens"), record["server"].get("resident_bytes")
+        cache, resident = (
+            record["server"].get("cache_tokens"),
+            record["server"].get("resident_bytes"),
+        )
         words = [f"cache for {cache} tokens"] if cache else []
         words += [f"{resident / 2**20:.0f} MiB resident"] if resident else []
         if words:
@@ -3271,38 +4766,74 @@ def markdown_divergences(result: Result, prompts: Optional[Sequence[Prompt]], co
     load = f", {level} requests at a time" if level > 1 else ""
     lines = [f"# {title} with speculative decoding{load}", ""]
     for r in result.endpoints:
-        lines.append(f"- {arm_of(r)}: {r['engine']} {r['engine_version']}, model `{r['model']}`, POST "
-                     f"/v1/chat/completions with temperature {r['temperature']}, seed {r['seed']}, max_tokens "
-                     f"{r['max_tokens']}")
-    lines += [f"- measured with: `{one_printable_line(command)}`",
-              "- servers started with (fill in): baseline `...`, speculative `...`"]
+        lines.append(
+            f"- {arm_of(r)}: {r['engine']} {r['engine_version']}, model `{r['model']}`, POST "
+            f"/v1/chat/completions with temperature {r['temperature']}, seed {r['seed']}, max_tokens "
+            f"{r['max_tokens']}"
+        )
+    lines += [
+        f"- measured with: `{one_printable_line(command)}`",
+        "- servers started with (fill in): baseline `...`, speculative `...`",
+    ]
     for record in result.comparisons:
         texts, own = record["text_comparison"], record["text_comparison"]["baseline_self"]
-        lines += ["", f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ", "",
-                  f"Baseline against itself: {own['identical']} of {own['compared']} repeats identical. "
-                  f"Acceptance {cells_of(record)['Acceptance']}."]
+        lines += [
+            "",
+            f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ",
+            "",
+            f"Baseline against itself: {own['identical']} of {own['compared']} repeats identical. "
+            f"Acceptance {cells_of(record)['Acceptance']}.",
+        ]
         if (listed := len(texts["divergences"])) < texts["divergent"]:
-            lines.append(f"Listed are {listed} of these pairs, those on a baseline that agrees with itself first.")
+            lines.append(
+                f"Listed are {listed} of these pairs, those on a baseline that agrees with itself first."
+            )
         for found in folded(texts["divergences"]):
-            lines += ["", f"Prompt index {found['prompt_index']}:", "", "```text",
-                      *map(printable, divergence_lines(found))]
+            lines += [
+                "",
+                f"Prompt index {found['prompt_index']}:",
+                "",
+                "```text",
+                *map(printable, divergence_lines(found)),
+            ]
             if found["triage"]:
-                own, other = (found["triage"][f"{arm}_token"] for arm in ("baseline", "speculative"))
-                lines.append(f"    baseline token {json.dumps(own)}, other token "
-                             f"{'not known' if other is None else json.dumps(other)}")
+                own, other = (
+                    found["triage"][f"{arm}_token"] for arm in ("baseline", "speculative")
+                )
+                lines.append(
+                    f"    baseline token {json.dumps(own)}, other token "
+                    f"{'not known' if other is None else json.dumps(other)}"
+                )
             lines.append("```")
             if prompts:
-                lines += ["", "```json", json.dumps(list(prompts[found["prompt_index"]].messages)), "```"]
+                lines += [
+                    "",
+                    "```json",
+                    json.dumps(list(prompts[found["prompt_index"]].messages)),
+                    "```",
+                ]
     return "\n".join(lines) + "\n"
 
 
 def changed_conditions(before: JSON, now: JSON) -> list[str]:
     """What else changed between two records of a label, in words."""
-    names = {"engine_version": "version", "baseline_engine_version": "baseline version", "engine": "engine",
-             "model": "model", "prompts_sha256": "prompts", "max_tokens": "max_tokens", "concurrency": "concurrency",
-             "repeats": "repeats", "context": "context length", "cached_tokens": "prompt tokens from the cache"}
-    return [words if key == "prompts_sha256" else f"{words} {before.get(key)} -> {now.get(key)}"
-            for key, words in names.items() if before.get(key) != now.get(key)]
+    names = {
+        "engine_version": "version",
+        "baseline_engine_version": "baseline version",
+        "engine": "engine",
+        "model": "model",
+        "prompts_sha256": "prompts",
+        "max_tokens": "max_tokens",
+        "concurrency": "concurrency",
+        "repeats": "repeats",
+        "context": "context length",
+        "cached_tokens": "prompt tokens from the cache",
+    }
+    return [
+        words if key == "prompts_sha256" else f"{words} {before.get(key)} -> {now.get(key)}"
+        for key, words in names.items()
+        if before.get(key) != now.get(key)
+    ]
 
 
 def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
@@ -3315,22 +4846,40 @@ def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
             name, words, unit = "speed", "baseline tokens/s", "tokens_per_s"
             if arm_of(record) != "baseline":
                 continue
-        past = [old for old in earlier if all(old.get(key) == record[key] for key in same)
-                and as_number(as_dict(old.get(name)).get(unit)) is not None]
+        past = [
+            old
+            for old in earlier
+            if all(old.get(key) == record[key] for key in same)
+            and as_number(as_dict(old.get(name)).get(unit)) is not None
+        ]
         if not past or not record[name]:
             continue
         before, after = past[-1][name], record[name]
         floor = as_number(before.get("low"))
         if floor is not None and after["high"] is not None and after["high"] < floor:
             changes = changed_conditions(past[-1], record)
-            besides = f"also changed: {', '.join(changes)}" if changes else "nothing else known changed"
-            alarms.append(f"REGRESSION {record['label']}: {words} fell from {before[unit]:.2f} ({interval_of(before)}) "
-                          f"to {after[unit]:.2f} ({interval_of(after)}) since {past[-1].get('recorded_at')}; {besides}")
+            besides = (
+                f"also changed: {', '.join(changes)}" if changes else "nothing else known changed"
+            )
+            alarms.append(
+                f"REGRESSION {record['label']}: {words} fell from {before[unit]:.2f} ({interval_of(before)}) "
+                f"to {after[unit]:.2f} ({interval_of(after)}) since {past[-1].get('recorded_at')}; {besides}"
+            )
     return alarms
 
 
-HISTORY_COLUMNS = ("Recorded", "Ratio change", "Ratio", "95% interval", "Acceptance", "Baseline tokens/s",
-                   "With draft tokens/s", "Identical", "Engine version", "Also changed")
+HISTORY_COLUMNS = (
+    "Recorded",
+    "Ratio change",
+    "Ratio",
+    "95% interval",
+    "Acceptance",
+    "Baseline tokens/s",
+    "With draft tokens/s",
+    "Identical",
+    "Engine version",
+    "Also changed",
+)
 
 
 def history_rows(records: Sequence[JSON]) -> list[list[str]]:
@@ -3339,11 +4888,20 @@ def history_rows(records: Sequence[JSON]) -> list[list[str]]:
     for before, record in zip([None, *records], records):
         mark, old, new = "", (before or {}).get("speedup"), record["speedup"]
         if before:
-            mark = "?" if not old or not new or old["low"] is None or new["low"] is None else (
-                "v" if new["high"] < old["low"] else "^" if new["low"] > old["high"] else "=")
-        rows.append({**cells_of(record), "Recorded": record["recorded_at"], "Ratio change": mark,
-                     "Engine version": str(record["engine_version"]),
-                     "Also changed": "; ".join(changed_conditions(before, record) if before else [])})
+            mark = (
+                "?"
+                if not old or not new or old["low"] is None or new["low"] is None
+                else ("v" if new["high"] < old["low"] else "^" if new["low"] > old["high"] else "=")
+            )
+        rows.append(
+            {
+                **cells_of(record),
+                "Recorded": record["recorded_at"],
+                "Ratio change": mark,
+                "Engine version": str(record["engine_version"]),
+                "Also changed": "; ".join(changed_conditions(before, record) if before else []),
+            }
+        )
     return picked(HISTORY_COLUMNS, rows)
 
 
@@ -3351,7 +4909,10 @@ def trend_marks(ratios: Sequence[Optional[float]]) -> str:
     """One character a run, low to high as `_.-=*#` between the lowest and highest ratio; ? where unknown."""
     known = [ratio for ratio in ratios if ratio is not None]
     low, width = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
-    return "".join("?" if r is None else "_.-=*#"[round(5 * (r - low) / width) if width > 0.005 else 2] for r in ratios)
+    return "".join(
+        "?" if r is None else "_.-=*#"[round(5 * (r - low) / width) if width > 0.005 else 2]
+        for r in ratios
+    )
 
 
 def markdown_report(records: Sequence[JSON]) -> str:
@@ -3365,10 +4926,23 @@ def markdown_report(records: Sequence[JSON]) -> str:
     shown = {record[name] for record in comparisons for name in ("run_id", "baseline_run_id")}
     singles = [r for r in records if r.get("kind") == "endpoint" and r["run_id"] not in shown]
     if singles:
-        rows = [[r["label"], r["recorded_at"], figure(r["output_tokens_per_s"]),
-                 f"{r['completed']} of {r['requests']}", r["engine_version"]] for r in singles]
+        rows = [
+            [
+                r["label"],
+                r["recorded_at"],
+                figure(r["output_tokens_per_s"]),
+                f"{r['completed']} of {r['requests']}",
+                r["engine_version"],
+            ]
+            for r in singles
+        ]
         header = ("Label", "Recorded", "Tokens/s", "Completed", "Engine version")
-        lines += ["## Servers without a comparison here", "", printable(markdown_table(header, rows)), ""]
+        lines += [
+            "## Servers without a comparison here",
+            "",
+            printable(markdown_table(header, rows)),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -3376,21 +4950,40 @@ def label_lines(label: str, group: Sequence[JSON]) -> list[str]:
     """What a notebook holds under one label, the last run in full."""
     latest = group[-1]
     same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
-    levels = list({r["concurrency"]: r for r in same_run}.values())  # measured, and perhaps compared once more
-    lines = [f"## {one_printable_line(label)}", "", *(printable(sentence(r)) for r in levels), "", RATIO_NOTE, ""]
+    levels = list(
+        {r["concurrency"]: r for r in same_run}.values()
+    )  # measured, and perhaps compared once more
+    lines = [
+        f"## {one_printable_line(label)}",
+        "",
+        *(printable(sentence(r)) for r in levels),
+        "",
+        RATIO_NOTE,
+        "",
+    ]
     for record in levels:
         notes = [f"- {printable(line)}" for line in audit_lines([record])]
         lines += [f"Load {record['concurrency']}:", ""] * (len(levels) > 1)
-        lines += [markdown_table(WORKLOAD_COLUMNS, workload_rows(record)), "",
-                  *(printable(line.strip()) for line in explanation_lines(record)), "", *notes, *[""] * bool(notes)]
+        lines += [
+            markdown_table(WORKLOAD_COLUMNS, workload_rows(record)),
+            "",
+            *(printable(line.strip()) for line in explanation_lines(record)),
+            "",
+            *notes,
+            *[""] * bool(notes),
+        ]
     if len(levels) > 1:
         lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
     for level in sorted({record["concurrency"] for record in group}):
         past = [record for record in group if record["concurrency"] == level]
         load = f" at {level} requests at a time" if level > 1 else ""
-        lines += [f"History{load}, `{trend_marks([as_number(ratio_in(r)) for r in past])}` (lowest `_` to highest `#`; "
-                  "change: v lower, ^ higher, = no difference shown, ? unknown):", "",
-                  printable(markdown_table(HISTORY_COLUMNS, history_rows(past))), ""]
+        lines += [
+            f"History{load}, `{trend_marks([as_number(ratio_in(r)) for r in past])}` (lowest `_` to highest `#`; "
+            "change: v lower, ^ higher, = no difference shown, ? unknown):",
+            "",
+            printable(markdown_table(HISTORY_COLUMNS, history_rows(past))),
+            "",
+        ]
     return lines
 
 
@@ -3400,23 +4993,50 @@ def csv_report(records: Sequence[JSON]) -> str:
     import io
 
     out = io.StringIO()
-    writer = csv.DictWriter(out, (
-        "label", "recorded_at", "concurrency", "ratio", "low", "high", "verdict", "acceptance", "baseline_tokens_per_s",
-        "speculative_tokens_per_s", "identical", "compared", "engine", "engine_version", "model",
-    ), lineterminator="\n", extrasaction="ignore")
+    writer = csv.DictWriter(
+        out,
+        (
+            "label",
+            "recorded_at",
+            "concurrency",
+            "ratio",
+            "low",
+            "high",
+            "verdict",
+            "acceptance",
+            "baseline_tokens_per_s",
+            "speculative_tokens_per_s",
+            "identical",
+            "compared",
+            "engine",
+            "engine_version",
+            "model",
+        ),
+        lineterminator="\n",
+        extrasaction="ignore",
+    )
     writer.writeheader()
     for r in records:
         if r.get("kind") == "comparison":
-            writer.writerow({**r, **r["text_comparison"], **(r["speedup"] or {}),
-                             "acceptance": (r["acceptance"] or {}).get("rate")})
+            writer.writerow(
+                {
+                    **r,
+                    **r["text_comparison"],
+                    **(r["speedup"] or {}),
+                    "acceptance": (r["acceptance"] or {}).get("rate"),
+                }
+            )
     return out.getvalue().rstrip("\n")
 
 
-# ---- reference engine -------------------------------------------------------------------------------------
-# Two servers with known truth: a small explicit model, a real greedy speculative loop, modelled time.
+# ---- reference engine and calibration -----------------------------------------------------------
 
-_WORDS = tuple(" " + a + b for a in ("sa", "ten", "mo", "lir", "ka", "dov", "re", "pin")
-               for b in ("ta", "rul", "ne", "gos", "mi", "bel", "fo", "han"))
+# Two servers with known truth: a small explicit model, a real greedy speculative loop, modelled time.
+_WORDS = tuple(
+    " " + a + b
+    for a in ("sa", "ten", "mo", "lir", "ka", "dov", "re", "pin")
+    for b in ("ta", "rul", "ne", "gos", "mi", "bel", "fo", "han")
+)
 
 
 def coin(*parts: Any) -> float:
@@ -3435,10 +5055,14 @@ class Reference:
     step_s: float = 0.005
     prefill_s: float = 0.02
     seed: int = 0
-    planted: Optional[tuple[str, int]] = None  # (word in the prompt, token index) where this server changes one byte
+    planted: Optional[tuple[str, int]] = (
+        None  # (word in the prompt, token index) where this server changes one byte
+    )
     planted_gap_nats: float = 0.1  # what the log probabilities say of the planted alternative
     flip: float = 0.0  # share of tokens that come out otherwise at random
-    capacity: Optional[float] = None  # tokens of a step that cost no more than one; beyond, its time grows with them
+    capacity: Optional[float] = (
+        None  # tokens of a step that cost no more than one; beyond, its time grows with them
+    )
 
     def target_token(self, prompt: str, n: int) -> str:
         """The target's greedy choice for token n."""
@@ -3453,9 +5077,13 @@ class Reference:
         """(tokens, drafted, accepted) of each step after the prefill, greedy speculative decoding for real."""
         n = 1
         while n < length:
-            drafts = [self.draft_token(prompt, n + i) for i in range(min(self.chain, length - n - 1))]
+            drafts = [
+                self.draft_token(prompt, n + i) for i in range(min(self.chain, length - n - 1))
+            ]
             accepted = 0
-            while accepted < len(drafts) and drafts[accepted] == self.target_token(prompt, n + accepted):
+            while accepted < len(drafts) and drafts[accepted] == self.target_token(
+                prompt, n + accepted
+            ):
                 accepted += 1
             own = self.target_token(prompt, n + accepted)
             yield [*drafts[:accepted], own], len(drafts), accepted
@@ -3488,27 +5116,47 @@ class _ReferenceState:
         page = ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running {active}"]
         counters = {"generation": "tokens"}
         if self.config.chain:
-            counters.update({"spec_decode_num_draft": "drafted", "spec_decode_num_accepted": "accepted"})
+            counters.update(
+                {"spec_decode_num_draft": "drafted", "spec_decode_num_accepted": "accepted"}
+            )
         for name, key in counters.items():
-            page += [f"# TYPE vllm:{name}_tokens_total counter",
-                     f"vllm:{name}_tokens_total {sum(entry[key] for entry in log)}"]
+            page += [
+                f"# TYPE vllm:{name}_tokens_total counter",
+                f"vllm:{name}_tokens_total {sum(entry[key] for entry in log)}",
+            ]
         if self.config.chain:
-            positions = [sum(entry["positions"][i] for entry in log) for i in range(self.config.chain)]
-            page += ["# TYPE vllm:spec_decode_num_drafts_total counter",
-                     f"vllm:spec_decode_num_drafts_total {sum(entry['steps'] for entry in log)}",
-                     "# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter"]
-            page += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {count}'
-                     for i, count in enumerate(positions)]
+            positions = [
+                sum(entry["positions"][i] for entry in log) for i in range(self.config.chain)
+            ]
+            page += [
+                "# TYPE vllm:spec_decode_num_drafts_total counter",
+                f"vllm:spec_decode_num_drafts_total {sum(entry['steps'] for entry in log)}",
+                "# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter",
+            ]
+            page += [
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {count}'
+                for i, count in enumerate(positions)
+            ]
         return "\n".join(page) + "\n"
 
 
-def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
-              emit: Callable[[list[str]], None]) -> None:
+def _generate(
+    state: _ReferenceState,
+    prompt: str,
+    length: int,
+    started: float,
+    emit: Callable[[list[str]], None],
+) -> None:
     """Produce `length` tokens at their modelled times; waits end at absolute deadlines, so errors do not add up."""
     config, due, n = state.config, started + state.config.prefill_s, 1
-    entry: JSON = {"prompt": prompt, "tokens": length, "prefill_s": config.prefill_s, "decode_s": 0.0,
-                   "positions": [0] * max(config.chain, 1),
-                   **dict.fromkeys(("steps", "plain_steps", "drafted", "accepted", "rejected"), 0)}
+    entry: JSON = {
+        "prompt": prompt,
+        "tokens": length,
+        "prefill_s": config.prefill_s,
+        "decode_s": 0.0,
+        "positions": [0] * max(config.chain, 1),
+        **dict.fromkeys(("steps", "plain_steps", "drafted", "accepted", "rejected"), 0),
+    }
     with state.lock:
         state.active += 1
     try:
@@ -3522,8 +5170,13 @@ def _generate(state: _ReferenceState, prompt: str, length: int, started: float,
             time.sleep(max(0.0, due - time.perf_counter()))
             emit([state.spoken(prompt, n + i, token) for i, token in enumerate(tokens)])
             n += len(tokens)
-            for name, more in (("decode_s", cost_s), ("steps" if drafted else "plain_steps", 1), ("drafted", drafted),
-                               ("accepted", accepted), ("rejected", accepted < drafted)):
+            for name, more in (
+                ("decode_s", cost_s),
+                ("steps" if drafted else "plain_steps", 1),
+                ("drafted", drafted),
+                ("accepted", accepted),
+                ("rejected", accepted < drafted),
+            ):
                 entry[name] += more
             for i in range(accepted):
                 entry["positions"][i] += 1
@@ -3556,7 +5209,11 @@ def reference_handler(state: _ReferenceState) -> Any:
         def do_GET(self) -> None:
             """Models, metrics and truth."""
             if self.path == "/v1/models":
-                self.reply(json.dumps({"object": "list", "data": [{"id": "reference", "owned_by": "reference"}]}))
+                self.reply(
+                    json.dumps(
+                        {"object": "list", "data": [{"id": "reference", "owned_by": "reference"}]}
+                    )
+                )
             elif self.path == "/metrics":
                 self.reply(state.metrics_page(), "text/plain; version=0.0.4")
             elif self.path == "/truth":
@@ -3573,19 +5230,33 @@ def reference_handler(state: _ReferenceState) -> Any:
             said: list[str] = []
             if not body.get("stream"):
                 _generate(state, prompt, length, started, said.extend)
-                self.reply(json.dumps(_plain_completion(state.config, said, length, bool(body.get("logprobs")))))
+                self.reply(
+                    json.dumps(
+                        _plain_completion(state.config, said, length, bool(body.get("logprobs")))
+                    )
+                )
                 return
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
 
             def send(choices: list[JSON], **more: Any) -> None:
-                self.wfile.write(b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n")
+                self.wfile.write(
+                    b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
+                )
 
             def emit(tokens: list[str]) -> None:
                 said.extend(tokens)
-                send([{"index": 0, "delta": {"content": "".join(tokens)}, "token_ids": [0] * len(tokens),
-                       "finish_reason": "length" if len(said) == length else None}])
+                send(
+                    [
+                        {
+                            "index": 0,
+                            "delta": {"content": "".join(tokens)},
+                            "token_ids": [0] * len(tokens),
+                            "finish_reason": "length" if len(said) == length else None,
+                        }
+                    ]
+                )
 
             _generate(state, prompt, length, started, emit)
             send([], usage={"prompt_tokens": len(prompt.split()), "completion_tokens": length})
@@ -3598,9 +5269,13 @@ def serve_reference(config: Reference) -> int:
     """Serve until standard input ends, which it does when the parent is gone, however it went."""
     import http.server
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, also where there are no sessions
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is the parent's to handle, also where there are no sessions
     http.server.ThreadingHTTPServer.request_queue_size = 128
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), reference_handler(_ReferenceState(config)))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), reference_handler(_ReferenceState(config))
+    )
     server.handle_error = lambda *args: None  # type: ignore[method-assign]  # clients may leave
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with contextlib.suppress(OSError):  # a parent that is gone has ended our standard input too
@@ -3610,35 +5285,54 @@ def serve_reference(config: Reference) -> int:
     os._exit(0)  # requests in flight do not hold the process
 
 
-def _plain_completion(config: Reference, tokens: list[str], length: int, with_logprobs: bool) -> JSON:
+def _plain_completion(
+    config: Reference, tokens: list[str], length: int, with_logprobs: bool
+) -> JSON:
     """A plain answer, with log probabilities of each token and of its other spelling where asked for."""
-    choice: JSON = {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "".join(tokens)}}
+    choice: JSON = {
+        "index": 0,
+        "finish_reason": "length",
+        "message": {"role": "assistant", "content": "".join(tokens)},
+    }
     if with_logprobs:
         gap = config.planted_gap_nats
 
         def one(token: str, logprob: float) -> JSON:
             return {"token": token, "bytes": list(token.encode()), "logprob": logprob}
 
-        choice["logprobs"] = {"content": [
-            {**one(token, -0.1), "top_logprobs": [one(token, -0.1), one(other_spelling(token), -0.1 - gap)]}
-            for token in tokens
-        ]}
+        choice["logprobs"] = {
+            "content": [
+                {
+                    **one(token, -0.1),
+                    "top_logprobs": [one(token, -0.1), one(other_spelling(token), -0.1 - gap)],
+                }
+                for token in tokens
+            ]
+        }
     return {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": length}}
 
 
 @contextlib.contextmanager
 def reference_server(config: Reference) -> Iterator[str]:
     """The base URL of a reference server in a process of its own, which ends with this block whatever happens."""
-    command = [sys.executable, os.path.abspath(__file__), "reference-server", json.dumps(asdict(config))]
+    command = [
+        sys.executable,
+        os.path.abspath(__file__),
+        "reference-server",
+        json.dumps(asdict(config)),
+    ]
     # a session of its own: Ctrl-C reaches this process alone, which then closes the server's standard input
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdin and process.stdout
     try:
         port = process.stdout.readline().strip()
         if not port:
-            raise MeasureError("the reference server did not start; run the command again, or from a folder this "
-                               "user may read")
+            raise MeasureError(
+                "the reference server did not start; run the command again, or from a folder this "
+                "user may read"
+            )
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         with contextlib.suppress(OSError):
@@ -3661,38 +5355,220 @@ def cpu_share(seconds: float = 0.25) -> float:
 
 def reference_truth(log: Sequence[JSON]) -> JSON:
     """True figures of one reference server from its own log: speeds in tokens/s, times in seconds, exact counts."""
-    counts = ("tokens", "steps", "plain_steps", "drafted", "accepted", "rejected", "decode_s", "prefill_s")
-    total = {name: math.fsum(e[name] for e in log) if name.endswith("_s") else sum(e[name] for e in log)
-             for name in counts}
+    counts = (
+        "tokens",
+        "steps",
+        "plain_steps",
+        "drafted",
+        "accepted",
+        "rejected",
+        "decode_s",
+        "prefill_s",
+    )
+    total = {
+        name: math.fsum(e[name] for e in log) if name.endswith("_s") else sum(e[name] for e in log)
+        for name in counts
+    }
     decoded, targets = total["tokens"] - len(log), total["steps"] + total["plain_steps"]
     return {
-        **total, "positions": [sum(column) for column in zip(*(e["positions"] for e in log))],
+        **total,
+        "positions": [sum(column) for column in zip(*(e["positions"] for e in log))],
         "tokens_per_s": total["tokens"] / (total["decode_s"] + total["prefill_s"]),
         "decode_tokens_per_s": decoded / total["decode_s"],
-        "tokens_per_step": decoded / targets, "step_s": total["decode_s"] / targets,
+        "tokens_per_step": decoded / targets,
+        "step_s": total["decode_s"] / targets,
         "ttft_s": total["prefill_s"] / len(log),
         "request_s": {e["prompt"]: e["decode_s"] + e["prefill_s"] for e in log},
     }
 
 
-# ---- command line -----------------------------------------------------------------------------------------
+def measure_reference(
+    plain: Reference, drafting: Reference, length: int
+) -> tuple[Measured, list[list[JSON]]]:
+    """The whole measurement against a reference pair, and what each server logged of the measured requests."""
+    with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
+        args = measure_parser().parse_args(
+            [
+                "--baseline-url",
+                baseline_url,
+                "--speculative-url",
+                speculative_url,
+                "--max-tokens",
+                str(length),
+                "--label",
+                "calibrate",
+                "--api-key-env",
+                "MEASURE_SPECULATIVE_NO_KEY",
+            ]
+        )
+        servers = [preflight(arm, url, args, say_on_stderr) for arm, url in arms_of(args)]
+        recorder = Recorder(say_on_stderr, show=sys.stderr.isatty())
+        measured = measure_levels(args, built_in_prompts(), servers, recorder, simulated=True)[0]
+        if measured.interrupted:
+            raise KeyboardInterrupt
+        logs = [
+            loads(get_text(server.endpoint.root + "/truth")[0])[1 : 1 + len(built_in_prompts())]
+            for server in servers
+        ]
+    return measured, logs
+
+
+def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Reference) -> list[JSON]:
+    """Each quantity with its true and its measured value, the error, its unit, and whether that is within tolerance."""
+    baseline, candidate = measured.result.endpoints
+    comparison, (plain, drafted) = measured.result.comparisons[0], truth
+    acceptance, why = candidate["acceptance"] or {}, comparison["break_even"]
+    logs = [math.log(plain["request_s"][p] / drafted["request_s"][p]) for p in plain["request_s"]]
+    answers = [list(run.answers().values()) for run in measured.runs]
+    late_s = [answer.latency_s for arm in answers for answer in arm]
+    late_s += [-seconds for arm in truth for seconds in arm["request_s"].values()]
+    slow_s = math.fsum(answer.decode_s or 0.0 for answer in answers[0]) - plain["decode_s"]
+    spoken, planted = built_in_prompts()[8].messages[0]["content"], (drafting.planted or ("", 0))[1]
+    found = comparison["text_comparison"]["divergences"] or [{}]
+    rows = [
+        ("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 1.0, "%"),
+        (
+            "speculative tokens/s",
+            drafted["tokens_per_s"],
+            candidate["output_tokens_per_s"],
+            1.0,
+            "%",
+        ),
+        ("ratio", math.exp(math.fsum(logs) / len(logs)), ratio_in(comparison), 0.5, "%"),
+        (
+            "baseline decode tokens/s",
+            plain["decode_tokens_per_s"],
+            baseline["decode_tokens_per_s"],
+            0.5,
+            "%",
+        ),
+        (
+            "speculative decode tokens/s",
+            drafted["decode_tokens_per_s"],
+            candidate["decode_tokens_per_s"],
+            0.5,
+            "%",
+        ),
+        ("verification steps", drafted["steps"], acceptance.get("steps"), 0, "exact"),
+        ("tokens drafted", drafted["drafted"], acceptance.get("drafted"), 0, "exact"),
+        ("tokens accepted", drafted["accepted"], acceptance.get("accepted"), 0, "exact"),
+        (
+            "acceptance rate",
+            drafted["accepted"] / drafted["drafted"],
+            acceptance.get("rate"),
+            0,
+            "exact",
+        ),
+        (
+            "alpha",
+            drafted["accepted"] / (drafted["accepted"] + drafted["rejected"]),
+            acceptance.get("alpha"),
+            0.02,
+            "absolute",
+        ),
+        (
+            "accepted per position",
+            [count / drafted["steps"] for count in drafted["positions"]],
+            acceptance.get("per_position"),
+            0,
+            "exact",
+        ),
+        (
+            "tokens per step",
+            drafted["tokens_per_step"],
+            acceptance.get("tokens_per_target_step"),
+            0,
+            "exact",
+        ),
+        (
+            "step cost, target steps",
+            drafted["step_s"] / drafting.step_s,
+            why["step_cost"],
+            1.0,
+            "%",
+        ),
+        ("draft cost, target steps", drafting.draft_cost, why["draft_cost"], 0.02, "absolute"),
+        (
+            "baseline time to first token, ms",
+            1000 * plain["ttft_s"],
+            1000 * baseline["ttft_s"]["mean"],
+            2.0,
+            "ms",
+        ),
+        (
+            "speculative time to first token, ms",
+            1000 * drafted["ttft_s"],
+            1000 * candidate["ttft_s"]["mean"],
+            2.0,
+            "ms",
+        ),
+        (
+            "client time per request, ms",
+            0.0,
+            1000 * math.fsum(late_s) / sum(map(len, answers)),
+            3.0,
+            "ms",
+        ),
+        ("client time per token, ms", 0.0, 1000 * slow_s / plain["tokens"], 0.05, "ms"),
+        (
+            "planted difference, byte",
+            sum(len(drafting.target_token(spoken, n)) for n in range(planted + 1)) - 1,
+            found[0].get("first_difference_at_byte") if len(found) == 1 else None,
+            0,
+            "exact",
+        ),
+        ("planted near tie", "near-tie", (found[0].get("triage") or {}).get("finding"), 0, "exact"),
+    ]
+    return [_calibrated(*row) for row in rows]
+
+
+def _calibrated(quantity: str, true: Any, seen: Any, tolerance: float, unit: str) -> JSON:
+    error, within = None, seen == true
+    if unit != "exact":
+        error = None if seen is None else 100 * (seen / true - 1) if unit == "%" else seen - true
+        within = error is not None and abs(error) <= tolerance
+    return {
+        "quantity": quantity,
+        "true": true,
+        "measured": seen,
+        "error": error,
+        "unit": unit,
+        "within": within,
+    }
+
+
+def calibration_lines(rows: Sequence[JSON]) -> list[str]:
+    """The table of `calibrate`."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, list):
+            return " ".join(map(shown, value[:4])) + " ..." * (len(value) > 4)
+        if isinstance(value, float):
+            return f"{round(value, 3) + 0.0:.3f}"
+        return "unknown" if value is None else str(value)
+
+    cells = []
+    for row in rows:
+        error = "none" if row["within"] else "WRONG"
+        if row["unit"] != "exact":
+            unit = {"%": "%", "ms": " ms"}.get(row["unit"], "")
+            error = (
+                "unknown" if row["error"] is None else f"{round(row['error'], 3) + 0.0:+.3f}{unit}"
+            )
+        cells.append(
+            [
+                row["quantity"],
+                shown(row["true"]),
+                shown(row["measured"]),
+                error + " !" * (not row["within"]),
+            ]
+        )
+    return [text_table(("Quantity", "True", "Measured", "Error"), cells)]
+
+
+# ---- command line -------------------------------------------------------------------------------
 
 FAIL_ON = ("slower", "changed-text", "regression")
-OWNERS = {"llamacpp": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "tensorrt-llm",
-          "lmdeploy": "lmdeploy", "tabbyAPI": "tabbyapi", "organization_owner": "lm-studio", "library": "ollama",
-          "koboldcpp": "koboldcpp", "reference": "reference"}
-# Where each engine tells its version; GET, without side effects.  Asked in this order where the engine is not known.
-VERSIONS = (("llama.cpp", "/props", "build_info"), ("sglang", "/server_info", "version"),
-            ("vllm", "/version", "version"), ("tensorrt-llm", "/version", "version"),
-            ("koboldcpp", "/api/extra/version", "version"), ("ollama", "/api/version", "version"),
-            ("tgi", "/info", "version"))
-
-
-# The engine whose series begin so.
-SERIES = {"vllm:": "vllm", "sglang:": "sglang", "lmdeploy:": "lmdeploy", "tgi_": "tgi", "trtllm_": "tensorrt-llm",
-          "llamacpp:": "llama.cpp"}
-# Request fields with which an engine tells more; only after it was detected, since others refuse unknown fields.
-ENGINE_EXTRAS: dict[str, JSON] = {"sglang": {"return_spec_tokens_details": True}, "vllm": {"return_token_ids": True}}
 
 
 class Parser(argparse.ArgumentParser):
@@ -3708,13 +5584,22 @@ class Parser(argparse.ArgumentParser):
 
 def _parser(command: str, description: str, epilog: Optional[str] = None) -> Parser:
     name, is_main = "measure_speculative.py", command == "measure"
-    parser = Parser(name if is_main else f"{name} {command}", None, description, epilog, allow_abbrev=False,
-                    add_help=not is_main, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        name if is_main else f"{name} {command}",
+        None,
+        description,
+        epilog,
+        allow_abbrev=False,
+        add_help=not is_main,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"measure_speculative {__version__}")
     return parser
 
 
-def _number(kind: Callable[[str], Any], low: float, high: float, above: bool = False) -> Callable[[str], Any]:
+def _number(
+    kind: Callable[[str], Any], low: float, high: float, above: bool = False
+) -> Callable[[str], Any]:
     """What reads an int or float from `low` (or only above it) to `high`."""
 
     def parse(text: str) -> Any:
@@ -3723,7 +5608,9 @@ def _number(kind: Callable[[str], Any], low: float, high: float, above: bool = F
             if low <= value <= high and not (above and value == low):
                 return value
         words = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {words} {'above' if above else 'from'} {low} to {high}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a {words} {'above' if above else 'from'} {low} to {high}"
+        )
 
     return parse
 
@@ -3750,22 +5637,52 @@ def _json_object(text: str) -> JSON:
 
 def _add_results(add: Callable[..., Any]) -> None:
     """Flags that `measure` and `compare` share."""
-    add("--label", default="speculative-run", help="name of this experiment in the notebook (default %(default)s)")
-    add("--labbook", default="labbook.md", metavar="FILE", help="notebook to append to (default %(default)s)")
-    add("--min-gain", type=_number(float, -0.99, 100), default=0.0, metavar="G",
-        help="call it paying only above 1+G, as 0.05 for 5%% (default 0)")
-    add("--fail-on", type=_listed(_alarm), action="extend", default=[], metavar="WHAT",
-        help="exit with 3 on any of slower, changed-text, regression (comma list)")
+    add(
+        "--label",
+        default="speculative-run",
+        help="name of this experiment in the notebook (default %(default)s)",
+    )
+    add(
+        "--labbook",
+        default="labbook.md",
+        metavar="FILE",
+        help="notebook to append to (default %(default)s)",
+    )
+    add(
+        "--min-gain",
+        type=_number(float, -0.99, 100),
+        default=0.0,
+        metavar="G",
+        help="call it paying only above 1+G, as 0.05 for 5%% (default 0)",
+    )
+    add(
+        "--fail-on",
+        type=_listed(_alarm),
+        action="extend",
+        default=[],
+        metavar="WHAT",
+        help="exit with 3 on any of slower, changed-text, regression (comma list)",
+    )
     add("--quiet", action="store_true", help="print nothing but errors and --fail-on alarms")
-    add("--divergence-report", metavar="FILE", help="write a bug report on changed text, in Markdown")
+    add(
+        "--divergence-report",
+        metavar="FILE",
+        help="write a bug report on changed text, in Markdown",
+    )
 
 
 def measure_parser() -> argparse.ArgumentParser:
     """The flags of `measure`; what they mean stands at the top of this file, which is the help page."""
     parser = _parser("measure", (__doc__ or "").partition("\n")[0])
     add, most = parser.add_argument, 1_000_000
-    for flag in ("--baseline-url", "--model", "--speculative-model", "--save-run", "--baseline-metrics-url",
-                 "--speculative-metrics-url"):
+    for flag in (
+        "--baseline-url",
+        "--model",
+        "--speculative-model",
+        "--save-run",
+        "--baseline-metrics-url",
+        "--speculative-metrics-url",
+    ):
         add(flag)
     for flag in ("--speculative-url", "--prompts"):
         add(flag, action="append", default=[])
@@ -3773,10 +5690,18 @@ def measure_parser() -> argparse.ArgumentParser:
         add(flag, action="store_true")
     for flag in ("--extra-body", "--baseline-extra-body", "--speculative-extra-body"):
         add(flag, type=_json_object, default={})
-    for flag, least, default in (("--max-tokens", 1, 192), ("--repeats", 1, 1), ("--warmup", 0, 1),
-                                 ("--triage", 0, 10)):
+    for flag, least, default in (
+        ("--max-tokens", 1, 192),
+        ("--repeats", 1, 1),
+        ("--warmup", 0, 1),
+        ("--triage", 0, 10),
+    ):
         add(flag, type=_number(int, least, most), default=default)
-    for flag, text in (("--engine", "unknown"), ("--engine-version", "unknown"), ("--api-key-env", "SPEC_API_KEY")):
+    for flag, text in (
+        ("--engine", "unknown"),
+        ("--engine-version", "unknown"),
+        ("--api-key-env", "SPEC_API_KEY"),
+    ):
         add(flag, default=text)
     add("--prompt-set", choices=("builtin", "file"))
     add("--order", choices=("paired", "sequential"), default="paired")
@@ -3804,12 +5729,18 @@ def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
             raise UsageError(f"candidate name {name!r}: use letters, digits, '.', '_' and '-' only")
         arms.append((name, url))
     if not arms:
-        raise UsageError("give --baseline-url, --speculative-url or both, as --baseline-url http://127.0.0.1:8080/v1")
+        raise UsageError(
+            "give --baseline-url, --speculative-url or both, as --baseline-url http://127.0.0.1:8080/v1"
+        )
     if len(dict(arms)) < len(arms):
-        raise UsageError("two servers have the same name; name the candidates apart, as --speculative-url "
-                         "k4=http://...")
+        raise UsageError(
+            "two servers have the same name; name the candidates apart, as --speculative-url "
+            "k4=http://..."
+        )
     if len(set(args.concurrency)) < len(args.concurrency):
-        raise UsageError("--concurrency names a level twice; for more pairs of blocks use --repeats")
+        raise UsageError(
+            "--concurrency names a level twice; for more pairs of blocks use --repeats"
+        )
     if args.speculative_metrics_url and len(args.speculative_url) > 1:
         raise UsageError("--speculative-metrics-url fits one candidate only")
     for arm in ("baseline", "speculative"):
@@ -3818,279 +5749,22 @@ def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     return arms
 
 
-def set_key(variable: str) -> str:
-    """The key as it is set in the environment."""
-    return os.environ.get(variable, "").strip()
-
-
-def check_secrets(words: Sequence[str]) -> None:
-    """UsageError if the key stands in the command line too: it would come into messages and the notebook."""
-    named = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""])
-             if word.partition("=")[0] == "--api-key-env"]
-    for variable in ["SPEC_API_KEY", *named]:
-        key = set_key(variable)
-        if len(key) >= SECRET_LENGTH and any(key in word for word in words):
-            raise UsageError(f"the key in {variable} stands in the command line too, where every program can read it; "
-                             "leave it out there")
-
-
-def api_key(variable: str) -> str:
-    """The key from the environment, "" where there is none.  UsageError, without showing it, if it cannot be sent."""
-    key = set_key(variable)
-    if not re.fullmatch(r"[\x21-\x7e]*", key):
-        raise UsageError(f"the key in {variable} holds a character that no HTTP header can carry")
-    return key
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server that answered the preflight: how to talk to it, and what it tells of itself."""
-
-    endpoint: Endpoint
-    engine: str
-    version: str
-    about: JSON
-    findings: list[JSON]
-    snapshot: Snapshot
-
-
-def of_arm(args: argparse.Namespace, arm: str, name: str) -> Any:
-    """The value of a flag that there is for the baseline and for all candidates."""
-    return getattr(args, f"{'baseline' if arm == 'baseline' else 'speculative'}_{name}")
-
-
-def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
-    """Check one server before the first request.  UsageError if it cannot be measured."""
-    is_baseline = arm == "baseline"
-    api, root = base_urls(url, "--baseline-url" if is_baseline else "--speculative-url")
-    key, who, side_s = api_key(args.api_key_env), Endpoint(arm, api, root).name, min(args.timeout, SIDE_TIMEOUT_S)
-    listed, headers = None, http.client.HTTPMessage()
-    try:
-        (page, headers), _ = patiently(lambda: get_json(api + "/models", key, side_s), say, who)
-        listed = as_dict(page).get("data")
-    except RequestFailed as error:
-        if error.status in (401, 403):
-            raise UsageError(f"{who}: {error}; {key_words(key, args.api_key_env)}") from None
-        if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
-            raise UsageError(f"{who}: {error}") from None
-    except ValueError:  # no list of models: the first request will tell
-        pass
-    entries = [as_dict(entry) for entry in listed] if isinstance(listed, list) else []
-    served = tuple(str(entry["id"]) for entry in entries if entry.get("id"))
-    wanted = args.model if is_baseline else args.speculative_model or args.model
-    if not wanted and len(served) != 1:
-        some = f": {', '.join(served)}" if served else ""
-        raise UsageError(f"{who} lists {len(served)} models; name one with --model{some}")
-    model = wanted or served[0]
-    entry = next((e for e in entries if e.get("id") == model), entries[0] if len(entries) == 1 else {})
-    if served and model not in served:
-        say(f"{who} does not list the model {model}; it lists: {', '.join(served)}")
-    engine, version, about = identify(root, key, side_s, entry, headers.get("Server") or "")
-    request = {"max_tokens": args.max_tokens, "temperature": 0.0, "top_p": 1.0, "seed": args.seed,
-               **ENGINE_EXTRAS.get(engine, {}), **args.extra_body, **of_arm(args, arm, "extra_body")}
-    endpoint, snapshot = find_metrics(Endpoint(
-        arm, api, root, model, key, args.api_key_env, request, not args.no_stream, args.timeout,
-        of_arm(args, arm, "metrics_url"), engine, served))
-    if engine == "unknown":
-        names = [sample.name for sample in snapshot.samples or ()]
-        engine = next((name for prefix, name in SERIES.items() if any(n.startswith(prefix) for n in names)), engine)
-    findings = [finding("metrics-unavailable", snapshot.unavailable)] if snapshot.unavailable else []
-    if (busy := (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0)) > 0:
-        words = f"{busy:.0f} requests of somebody else's"
-        findings.append(finding("busy", f"the server had {words} running or waiting at the start", requests=busy))
-        say(f"{who} is busy: {words} are running or waiting; figures will be disturbed")
-    return Server(endpoint, engine, version, {**about, **memory_of(snapshot)}, findings, snapshot)
-
-
-def identify(root: str, key: str, timeout_s: float, entry: JSON, banner: str) -> tuple[str, str, JSON]:
-    """(engine, version, what the server tells of itself: context, quantization, cache), by what it sends."""
-    engine = OWNERS.get(str(entry.get("owned_by")), "unknown")
-    if banner.startswith("llama.cpp"):
-        engine = "llama.cpp"
-    elif banner.startswith("BaseHTTP") and entry and entry.get("owned_by") is None:
-        engine = "mlx-lm"
-    engine, version, told = _version_of(engine, root, key, timeout_s)
-    meta, settings = as_dict(entry.get("meta")), as_dict(told.get("default_generation_settings"))
-    states, arguments = told.get("internal_states"), as_dict(told.get("server_args"))
-    state = as_dict(states[0]) if isinstance(states, list) and states else {}
-    context = as_count(settings.get("n_ctx")) or as_count(entry.get("max_model_len")) or as_count(meta.get("n_ctx"))
-    slots, cache_tokens = as_count(told.get("total_slots")), None
-    if engine == "llama.cpp":
-        with contextlib.suppress(RequestFailed, ValueError):  # guarded or switched off on some servers
-            held = get_json(root + "/slots", key, timeout_s)[0]
-            sizes = [as_count(as_dict(slot).get("n_ctx")) for slot in held] if isinstance(held, list) else []
-            cache_tokens = sum_known(sizes) if sizes else None
-    about = {
-        "context": context, "quantization": told.get("model_ftype") or meta.get("ftype") or told.get("quantization")
-        or arguments.get("quantization"),
-        "cache_tokens": cache_tokens or (context * slots if context and slots else None), "slots": slots,
-        "tensor_parallel": as_count(told.get("tp_size") or arguments.get("tp_size")),
-        "lifetime_accept_length": as_number(state.get("avg_spec_accept_length")),
-    }
-    return engine, version, {name: value for name, value in about.items() if value is not None}
-
-
-def _version_of(engine: str, root: str, key: str, timeout_s: float) -> tuple[str, str, JSON]:
-    """(engine, version, the page that tells it)."""
-    for name, path, field_name in VERSIONS:
-        if engine in ("unknown", name):
-            with contextlib.suppress(RequestFailed, ValueError):
-                told = as_dict(get_json(root + path, key, timeout_s)[0])
-                told_apart = {"koboldcpp": told.get("result") == "KoboldCpp", "tgi": "model_id" in told}
-                if field_name in told and told_apart.get(name, True):
-                    # several engines answer alike at /version
-                    return engine if path == "/version" else name, str(told[field_name]), told
-    return engine, "unknown", {}
-
-
-def memory_of(snapshot: Snapshot) -> JSON:
-    """Cache capacity in tokens and resident memory in bytes, where the metrics page tells."""
-    told: JSON = {}
-    for sample in snapshot.samples or ():
-        if sample.name == "vllm:cache_config_info":
-            blocks, size = sample.label("num_gpu_blocks") or "", sample.label("block_size") or ""
-            if re.fullmatch("[0-9]{1,9}", blocks) and re.fullmatch("[0-9]{1,9}", size):
-                told["cache_tokens"] = told.get("cache_tokens", 0) + int(blocks) * int(size)
-        elif sample.name == "process_resident_memory_bytes":
-            told["resident_bytes"] = int(sample.value)
-    return told
-
-
-def conditions_of(server: Server, args: argparse.Namespace, prompts: Sequence[Prompt], level: int, run_id: str,
-                  findings: list[JSON], simulated: bool) -> JSON:
-    """Everything that is said about an arm beside its readings: the header of its run, as JSON."""
-    import platform
-
-    endpoint, stamp = server.endpoint, time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    private = {**ENGINE_EXTRAS.get(endpoint.engine, {}), **args.baseline_extra_body, **args.speculative_extra_body}
-    return {
-        "schema": SCHEMA, "run_id": run_id, "arm": endpoint.arm, "base_url": endpoint.api,
-        "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
-        "model": endpoint.model, "engine": server.engine if args.engine == "unknown" else args.engine,
-        "engine_version": server.version if args.engine_version == "unknown" else args.engine_version,
-        "server": server.about, "findings": server.findings + findings,
-        "request": {name: value for name, value in endpoint.request.items() if name not in private},
-        "arm_extras": of_arm(args, endpoint.arm, "extra_body"),
-        "stream": endpoint.stream,
-        "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in prompts],
-        "repeats": args.repeats, "warmup": args.warmup, "order": args.order, "concurrency": level,
-        "simulated": simulated, "tool_version": __version__, "recorded_at": stamp[:-2] + ":" + stamp[-2:],
-        "host": {"system": platform.system(), "machine": platform.machine(), "python": platform.python_version(),
-                 "cpus": os.cpu_count()},
-    }
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What came of one level, with what is needed to judge it."""
-
-    result: Result
-    runs: list[Run]
-    interrupted: bool
-
-
-def server_numbers(servers: Sequence[Server], answers: Sequence[Optional[Answer]], warmup: int) -> list[int]:
-    """The same number for arms that are one server: by its address, or by a process that counted both arms' warm-up.
-
-    An equal start alone proves nothing: it is told in hundredths of a second, and a script starts servers together.
-    """
-
-    def counted_more(server: Server, answer: Optional[Answer]) -> bool:
-        received = (answer.completion_tokens or 0) * warmup if answer else 0
-        after = settled_snapshot(server.endpoint, server.snapshot, received)
-        return (generated_tokens(counter_growth(server.snapshot, after)) or 0) > 1.5 * received > 0
-
-    numbers: list[int] = []
-    for server, answer in zip(servers, answers):
-        same = [number for number, other in zip(numbers, servers) if other.endpoint.api == server.endpoint.api or (
-            server.snapshot.process is not None and other.snapshot.process == server.snapshot.process
-            and counted_more(server, answer))]
-        numbers.append(same[0] if same else len(numbers))
-    return numbers
-
-
-def measure_levels(args: argparse.Namespace, prompts: Sequence[Prompt], servers: Sequence[Server], recorder: Recorder,
-                   simulated: bool = False) -> list[Measured]:
-    """Measure each concurrency level; an interruption ends the last of those returned, a failure keeps those before."""
-    answers = warm_up([server.endpoint for server in servers], args.warmup, recorder.say)
-    hosts = server_numbers(servers, answers, args.warmup)
-    notes: list[JSON] = []
-    if any(answer and answer.streamed and answer.completion_tokens is None for answer in answers):
-        servers = [replace(server, endpoint=replace(server.endpoint, stream=False)) for server in servers]
-        words = "a server's streamed answers carry no token count, so all servers are measured without streaming"
-        notes = [finding("usage-missing", words)]
-        recorder.say(words)
-    measured: list[Measured] = []
-    run_id = os.urandom(6).hex()
-    for level in args.concurrency:
-        name = run_id if len(args.concurrency) == 1 else f"{run_id}-{level}"
-        try:
-            headers = [{**conditions_of(server, args, prompts, level, name, notes, simulated),
-                        "host_number": host, "shared_server": hosts.count(host) > 1}
-                       for server, host in zip(servers, hosts)]
-            measured.append(measure_level(args, prompts, [server.endpoint for server in servers], headers, recorder))
-        except KeyboardInterrupt:
-            if not measured:
-                raise
-            measured[-1] = replace(measured[-1], interrupted=True)
-        except MeasureError as error:
-            if not measured:
-                raise
-            recorder.trouble = "; ".join(filter(None, (recorder.trouble, str(error))))  # the levels before it are kept
-            break
-        if measured[-1].interrupted:
-            break
-    return measured
-
-
-def measure_level(args: argparse.Namespace, prompts: Sequence[Prompt], endpoints: Sequence[Endpoint],
-                  headers: Sequence[JSON], recorder: Recorder) -> Measured:
-    """Measure one concurrency level."""
-    level, hosts = headers[0]["concurrency"], [header["host_number"] for header in headers]
-    plan = make_plan([prompt.workload for prompt in prompts], args.repeats, len(endpoints), args.order, level)
-    recorder.begin(headers, sum(len(block.shots) for block in plan))
-    interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
-    for header in headers if recorder.readings else ():
-        recorder.write({"kind": "end", "arm": header["arm"], "interrupted": interrupted})
-    runs = [Run(header["arm"], header, tuple(r for r in recorder.readings if r.arm == header["arm"]),
-                tuple(c for c in recorder.counted if c.arm == header["arm"]), interrupted) for header in headers]
-    begun = [run for run in runs if run.readings or not interrupted]
-    triage: dict[str, JSON] = {run.arm: {} for run in runs}
-    try:
-        if not interrupted and runs[0].arm == "baseline":
-            triage_texts(runs, endpoints[0], prompts, args.triage, recorder, triage)
-        result = result_of(begun, args.label, args.min_gain, triage)
-    except KeyboardInterrupt:  # all is measured: it must not be lost
-        interrupted, result = True, result_of(begun, args.label, args.min_gain, triage)
-    return Measured(result, runs, interrupted)
-
-
-def triage_texts(runs: Sequence[Run], baseline: Endpoint, prompts: Sequence[Prompt], most: int, recorder: Recorder,
-                 findings: dict[str, JSON]) -> None:
-    """Fill in findings by arm and prompt index for texts that differ from a stable baseline, `most` in all."""
-    own = runs[0].answers()
-    for run in runs[1:]:
-        others, known = run.answers(), findings[run.arm]
-        for entry in compare_texts(runs[0], run, {})["divergences"]:
-            pair, index = (entry["prompt_index"], entry["repeat"]), str(entry["prompt_index"])
-            mine, theirs, asked = own.get(pair), others.get(pair), sum(map(len, findings.values()))
-            if asked < most and index not in known and entry["class"] != "unstable-baseline" and mine and theirs:
-                known[index] = ask_for_gap(baseline, prompts[entry["prompt_index"]], entry, mine, theirs)
-                recorder.write({"kind": "triage", "arm": run.arm, "prompt_index": entry["prompt_index"],
-                                "triage": known[index]})
-
-
 def check_outputs(args: argparse.Namespace, inputs: Sequence[str]) -> None:
     """UsageError if a file that will be written cannot be, or is another one that is read or written too."""
     if not args.label.strip() or not args.label.isprintable():
         raise UsageError(f"--label {args.label!r} is no name: one line of printable characters")
     taken = {os.path.realpath(path): "an input" for path in inputs}
-    for option, path in (("--labbook", args.labbook), ("--divergence-report", args.divergence_report),
-                         ("--save-run", getattr(args, "save_run", None))):
+    for option, path in (
+        ("--labbook", args.labbook),
+        ("--divergence-report", args.divergence_report),
+        ("--save-run", getattr(args, "save_run", None)),
+    ):
         if path:
             other = taken.setdefault(os.path.realpath(path), option)
             if other != option:
-                raise UsageError(f"{option} and {other} are the same file, {path}; give {option} another name")
+                raise UsageError(
+                    f"{option} and {other} are the same file, {path}; give {option} another name"
+                )
     check_appendable(args.labbook)
     if args.divergence_report:
         check_appendable(args.divergence_report, "report", "--divergence-report")
@@ -4102,7 +5776,9 @@ def measure_command(argv: Sequence[str]) -> int:
         print_lines([(__doc__ or "").rstrip()])
         return MEASURED
     args = measure_parser().parse_args(argv)
-    args.command = redacted(shlex.join(["measure_speculative.py", *argv]), api_key(args.api_key_env))
+    args.command = redacted(
+        shlex.join(["measure_speculative.py", *argv]), api_key(args.api_key_env)
+    )
     say = speaker(args.quiet)
     arms = arms_of(args)
     prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])
@@ -4116,37 +5792,17 @@ def measure_command(argv: Sequence[str]) -> int:
     return conclude(args, measured, recorder.trouble, prompts)
 
 
-@contextlib.contextmanager
-def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
-    """The run file, new; UsageError if it cannot be made or exists, since it may hold hours of an earlier run."""
-    if path is None:
-        yield None
-        return
-    try:
-        file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed below; only the opening may fail here
-    except FileExistsError:
-        raise UsageError(f"{path} exists and may hold an earlier run; name a new file for --save-run") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; another path for --save-run") from None
-    try:
-        with file:
-            yield file
-    finally:
-        with contextlib.suppress(OSError):
-            if not os.path.getsize(path):  # nothing was measured: the name is free for the next try
-                os.remove(path)
-
-
-def worth_keeping(runs: Sequence[Run]) -> bool:
-    """Whether an interrupted level has a pair that all arms finished, or more than one answer of an arm."""
-    return any(len(run.answers()) > 1 for run in runs) or bool(in_common(runs)[0].pairs)
-
-
-def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: Optional[str],
-             prompts: Optional[Sequence[Prompt]]) -> int:
+def conclude(
+    args: argparse.Namespace,
+    measured: Sequence[Measured],
+    trouble: Optional[str],
+    prompts: Optional[Sequence[Prompt]],
+) -> int:
     """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
     interrupted = any(level.interrupted for level in measured)
-    results = [level.result for level in measured if not level.interrupted or worth_keeping(level.runs)]
+    results = [
+        level.result for level in measured if not level.interrupted or worth_keeping(level.runs)
+    ]
     records = [record for result in results for record in result.records()]
     if not records:
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
@@ -4166,8 +5822,18 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: Op
     if args.divergence_report:
         shown = prompts if getattr(args, "include_prompts", False) else None
         try:
-            with open(args.divergence_report, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-                file.write("\n".join(markdown_divergences(result, shown, args.command) for result in results))
+            with open(
+                args.divergence_report,
+                "w",
+                encoding="utf-8",
+                errors="backslashreplace",
+                newline="\n",
+            ) as file:
+                file.write(
+                    "\n".join(
+                        markdown_divergences(result, shown, args.command) for result in results
+                    )
+                )
         except OSError as error:
             troubles.append(f"cannot write {args.divergence_report}: {error.strerror}")
     try:
@@ -4175,9 +5841,16 @@ def conclude(args: argparse.Namespace, measured: Sequence[Measured], trouble: Op
     except MeasureError as error:
         troubles.append(str(error))
     arms = [record for record in records if record["kind"] == "endpoint"]
-    dead = [f"{r['label']}: no request completed; the first error: {r['first_error'] or 'none, none was sent'}"
-            for r in arms if not r["completed"]]
-    silent = [f"{r['label']}: {failure_words(r)}" for r in arms if args.quiet and r["failed"] and r["completed"]]
+    dead = [
+        f"{r['label']}: no request completed; the first error: {r['first_error'] or 'none, none was sent'}"
+        for r in arms
+        if not r["completed"]
+    ]
+    silent = [
+        f"{r['label']}: {failure_words(r)}"
+        for r in arms
+        if args.quiet and r["failed"] and r["completed"]
+    ]
     for words in (*alarms, *dead, *silent, *troubles):
         say_on_stderr(words)
     failed = COULD_NOT_MEASURE if dead or troubles else None
@@ -4191,9 +5864,11 @@ def append_or_show(path: str, records: Sequence[JSON]) -> tuple[list[str], Optio
         return [], None, False
     except (OSError, KeyboardInterrupt) as error:
         reason = getattr(error, "strerror", "interrupted")
-        return ([json_line(record).decode().rstrip() for record in records],
-                f"cannot append to {path}: {reason}; the records go to standard output instead",
-                isinstance(error, KeyboardInterrupt))
+        return (
+            [json_line(record).decode().rstrip() for record in records],
+            f"cannot append to {path}: {reason}; the records go to standard output instead",
+            isinstance(error, KeyboardInterrupt),
+        )
 
 
 def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> list[str]:
@@ -4205,11 +5880,19 @@ def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> l
         if "slower" in args.fail_on and record["verdict"] == "does-not-pay":
             alarms.append(f"SLOWER {record['label']}: {sentence(record)}")
         if "changed-text" in args.fail_on and blamed:
-            first = next((d for d in texts["divergences"] if d["class"] != "unstable-baseline"), None)
-            where = f"; the first: {first['prompt_id']} at byte {first['first_difference_at_byte']}" if first else ""
+            first = next(
+                (d for d in texts["divergences"] if d["class"] != "unstable-baseline"), None
+            )
+            where = (
+                f"; the first: {first['prompt_id']} at byte {first['first_difference_at_byte']}"
+                if first
+                else ""
+            )
             besides = f" ({texts['unstable']} more where it does)" if texts["unstable"] else ""
-            alarms.append(f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
-                          f"baseline that does not disagree with itself{besides}{where}")
+            alarms.append(
+                f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
+                f"baseline that does not disagree with itself{besides}{where}"
+            )
     if "regression" in args.fail_on and os.path.isfile(args.labbook):
         alarms += regressions(read_json_lines(args.labbook, warn), records)
     return alarms
@@ -4217,12 +5900,19 @@ def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> l
 
 def compare_command(argv: Sequence[str]) -> int:
     """compare: the same comparison from saved runs."""
-    parser = _parser("compare", "Compare saved runs (measure --save-run): for machines that hold one server at a time.")
+    parser = _parser(
+        "compare",
+        "Compare saved runs (measure --save-run): for machines that hold one server at a time.",
+    )
     add = parser.add_argument
     add("baseline", help="run file with the baseline (and perhaps its candidates)")
     add("speculative", nargs="*", help="run files with one candidate each")
     _add_results(add)
-    add("--force", action="store_true", help="compare although conditions differ, and mark the record")
+    add(
+        "--force",
+        action="store_true",
+        help="compare although conditions differ, and mark the record",
+    )
     args = parser.parse_args(argv)
     args.command = shlex.join(["measure_speculative.py", "compare", *argv])
     say = speaker(args.quiet)
@@ -4231,10 +5921,14 @@ def compare_command(argv: Sequence[str]) -> int:
     measured = []
     for arms in levels:
         if len(arms) < 2:
-            raise UsageError(f"{args.baseline} holds one run only; give the file of the other server too")
+            raise UsageError(
+                f"{args.baseline} holds one run only; give the file of the other server too"
+            )
         differ = sorted({name for run in arms[1:] for name in differing_conditions(arms[0], run)})
         if differ and not args.force:
-            raise UsageError(f"the runs cannot be compared; these differ: {', '.join(differ)}; --force does it anyway")
+            raise UsageError(
+                f"the runs cannot be compared; these differ: {', '.join(differ)}; --force does it anyway"
+            )
         if any(run.interrupted for run in arms):
             say("a run was interrupted; what was finished is compared")
         try:
@@ -4246,7 +5940,9 @@ def compare_command(argv: Sequence[str]) -> int:
     return conclude(args, measured, None, None)
 
 
-def runs_to_compare(first: str, others: Sequence[str], say: Say) -> tuple[list[list[Run]], dict[str, JSON]]:
+def runs_to_compare(
+    first: str, others: Sequence[str], say: Say
+) -> tuple[list[list[Run]], dict[str, JSON]]:
     """For each concurrency level of the baseline its runs, the baseline first; and the triage findings by arm.
 
     Candidates are named by their arm, or by the stem of their file where that arm says nothing or is taken.
@@ -4257,17 +5953,32 @@ def runs_to_compare(first: str, others: Sequence[str], say: Say) -> tuple[list[l
     candidates = [run for run in runs if run.arm != baseline]
     for path in others:
         more, findings = read_runs(path, say)
-        stem, taken = os.path.splitext(os.path.basename(path))[0], {"baseline", *(run.arm for run in candidates)}
+        stem, taken = (
+            os.path.splitext(os.path.basename(path))[0],
+            {"baseline", *(run.arm for run in candidates)},
+        )
         arms = list(dict.fromkeys(run.arm for run in more))
         for arm in [arm for arm in arms if arm != "baseline"] or arms:
             name = stem if arm in taken or (arm == "speculative" and len(others) > 1) else arm
-            name = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken)
+            name = next(
+                n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken
+            )
             candidates += [replace(run, arm=name) for run in more if run.arm == arm]
             triage[name] = findings.get(arm, triage.get(name, {}))
     names = [run.arm for run in candidates]
     # a candidate that was measured at one other level still stands here: its refusal names what differs
-    return [[run, *(c for c in candidates if c.conditions["concurrency"] == run.conditions["concurrency"]
-                    or (len(baselines) == 1 and names.count(c.arm) == 1))] for run in baselines], triage
+    return [
+        [
+            run,
+            *(
+                c
+                for c in candidates
+                if c.conditions["concurrency"] == run.conditions["concurrency"]
+                or (len(baselines) == 1 and names.count(c.arm) == 1)
+            ),
+        ]
+        for run in baselines
+    ], triage
 
 
 def report_command(argv: Sequence[str]) -> int:
@@ -4275,8 +5986,12 @@ def report_command(argv: Sequence[str]) -> int:
     parser = _parser("report", "Print the tables and the history that a lab notebook holds.")
     parser.add_argument("labbook", help="notebook to read")
     parser.add_argument("--label", help="only this label")
-    parser.add_argument("--format", choices=("markdown", "csv", "json"), default="markdown",
-                        help="json: the records, one a line")
+    parser.add_argument(
+        "--format",
+        choices=("markdown", "csv", "json"),
+        default="markdown",
+        help="json: the records, one a line",
+    )
     args = parser.parse_args(argv)
     records = []
     for record in read_json_lines(args.labbook, say_on_stderr):
@@ -4289,15 +6004,21 @@ def report_command(argv: Sequence[str]) -> int:
             str.encode(record["label"])
             records.append(record)
         except DAMAGED as error:
-            say_on_stderr(f"{args.labbook}: the record {record.get('label')} of {record.get('recorded_at')} is damaged "
-                          f"and left out ({error!r})")
+            say_on_stderr(
+                f"{args.labbook}: the record {record.get('label')} of {record.get('recorded_at')} is damaged "
+                f"and left out ({error!r})"
+            )
     if not records:
-        say_on_stderr(f"{args.labbook} holds no record of this program; give a notebook that --labbook named")
+        say_on_stderr(
+            f"{args.labbook} holds no record of this program; give a notebook that --labbook named"
+        )
     elif args.label:
         labels = sorted({record["label"] for record in records})
         records = [r for r in records if (r["label"] + "/").startswith(args.label + "/")]
         if not records:
-            raise UsageError(f"{args.labbook} has no label {args.label}; it has: {', '.join(labels) or 'none'}")
+            raise UsageError(
+                f"{args.labbook} has no label {args.label}; it has: {', '.join(labels) or 'none'}"
+            )
     if args.format == "json":
         print_lines([json.dumps(record) for record in records])
     else:
@@ -4307,20 +6028,46 @@ def report_command(argv: Sequence[str]) -> int:
 
 def break_even_command(argv: Sequence[str]) -> int:
     """break-even: the arithmetic alone."""
-    parser = _parser("break-even", "Which acceptance does a draft need to pay, and which chain length is best?",
-                     "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft cost "
-                     "of 0.10 means\n"
-                     "that drafting one token takes a tenth of one step of the target.  Leviathan et al. 2023.")
+    parser = _parser(
+        "break-even",
+        "Which acceptance does a draft need to pay, and which chain length is best?",
+        "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft cost "
+        "of 0.10 means\n"
+        "that drafting one token takes a tenth of one step of the target.  Leviathan et al. 2023.",
+    )
     add, most = parser.add_argument, 1_000_000
-    add("--chain", type=_listed(_number(int, 0, LONGEST_ASKED)), default=[2, 4, 8], metavar="K,...",
-        help="chain lengths (default 2,4,8)")
-    add("--draft-cost", type=_listed(_number(float, 0, most)), default=[0.10, 0.20, 0.35], metavar="C,...",
-        help="cost of one draft step in target steps (default 0.10,0.20,0.35)")
-    add("--alpha", type=_number(float, 0, 1), metavar="A", help="also print the speed-up at this acceptance")
-    add("--measured-step-cost", type=_number(float, 1e-6, most), metavar="X",
-        help="what a step was seen to cost, in target steps")
-    add("--tokens-per-step", type=_number(float, 1e-6, most), metavar="L",
-        help="tokens that a target step was seen to bring")
+    add(
+        "--chain",
+        type=_listed(_number(int, 0, LONGEST_ASKED)),
+        default=[2, 4, 8],
+        metavar="K,...",
+        help="chain lengths (default 2,4,8)",
+    )
+    add(
+        "--draft-cost",
+        type=_listed(_number(float, 0, most)),
+        default=[0.10, 0.20, 0.35],
+        metavar="C,...",
+        help="cost of one draft step in target steps (default 0.10,0.20,0.35)",
+    )
+    add(
+        "--alpha",
+        type=_number(float, 0, 1),
+        metavar="A",
+        help="also print the speed-up at this acceptance",
+    )
+    add(
+        "--measured-step-cost",
+        type=_number(float, 1e-6, most),
+        metavar="X",
+        help="what a step was seen to cost, in target steps",
+    )
+    add(
+        "--tokens-per-step",
+        type=_number(float, 1e-6, most),
+        metavar="L",
+        help="tokens that a target step was seen to bring",
+    )
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     cost, length = args.measured_step_cost, args.tokens_per_step
@@ -4328,14 +6075,22 @@ def break_even_command(argv: Sequence[str]) -> int:
         raise UsageError("--measured-step-cost and --tokens-per-step belong together; give both")
     cells = [{"chain": k, "draft_cost": c} for k in args.chain for c in args.draft_cost]
     needed = [alpha_needed(cell["chain"], 1 + cell["chain"] * cell["draft_cost"]) for cell in cells]
-    told: JSON = {"table": [{**cell, "alpha_needed": alpha, "applies": applies}
-                            for cell, (applies, alpha) in zip(cells, needed)]}
+    told: JSON = {
+        "table": [
+            {**cell, "alpha_needed": alpha, "applies": applies}
+            for cell, (applies, alpha) in zip(cells, needed)
+        ]
+    }
     if args.alpha is not None:
-        told["speedups"] = [{**cell, "speedup": speedup(args.alpha, cell["chain"], cell["draft_cost"])}
-                            for cell in cells]
+        told["speedups"] = [
+            {**cell, "speedup": speedup(args.alpha, cell["chain"], cell["draft_cost"])}
+            for cell in cells
+        ]
         best = [(c, *best_chain(args.alpha, c)) for c in args.draft_cost]
-        told["best"] = [{"draft_cost": c, "chain": chain, "speedup": ratio if math.isfinite(ratio) else None}
-                        for c, chain, ratio in best]
+        told["best"] = [
+            {"draft_cost": c, "chain": chain, "speedup": ratio if math.isfinite(ratio) else None}
+            for c, chain, ratio in best
+        ]
     if cost is not None:
         told["measured"] = {"step_cost": cost, "tokens_per_step": length, "speedup": length / cost}
     print_lines([json.dumps(told)] if args.json else break_even_lines(args, told))
@@ -4347,37 +6102,72 @@ def break_even_lines(args: argparse.Namespace, told: JSON) -> list[str]:
 
     def grid(title: str, cells: Iterator[str]) -> list[str]:
         rows = [[f"k={k}", *(next(cells) for _ in args.draft_cost)] for k in args.chain]
-        return [title, text_table(["chain", *(f"c={cost:g}" for cost in args.draft_cost)], rows), ""]
+        return [
+            title,
+            text_table(["chain", *(f"c={cost:g}" for cost in args.draft_cost)], rows),
+            "",
+        ]
 
     words = {"cannot-pay": "cannot pay", "any": "any"}
-    lines = grid("alpha needed to break even:",
-                 (words.get(e["applies"]) or f"{e['alpha_needed']:.4f}" for e in told["table"]))
+    lines = grid(
+        "alpha needed to break even:",
+        (words.get(e["applies"]) or f"{e['alpha_needed']:.4f}" for e in told["table"]),
+    )
     if args.alpha is not None:
-        lines += grid(f"speed-up at alpha = {args.alpha:g}:", (f"{e['speedup']:.3f}" for e in told["speedups"]))
+        lines += grid(
+            f"speed-up at alpha = {args.alpha:g}:",
+            (f"{e['speedup']:.3f}" for e in told["speedups"]),
+        )
         for best in told["best"]:
-            found = f"{best['chain']} ({best['speedup']:.3f}x)" if best["chain"] else "none, no draft pays"
+            found = (
+                f"{best['chain']} ({best['speedup']:.3f}x)"
+                if best["chain"]
+                else "none, no draft pays"
+            )
             if best["chain"] is None:
-                limit = "without limit" if best["speedup"] is None else f"towards {best['speedup']:.3f}x"
+                limit = (
+                    "without limit"
+                    if best["speedup"] is None
+                    else f"towards {best['speedup']:.3f}x"
+                )
                 found = f"longer is always better, {limit}"
             lines.append(f"best chain length at c = {best['draft_cost']:g}: {found}")
     if "measured" in told:
         ratio, cost = told["measured"]["speedup"], f"{args.measured_step_cost:g}"
-        lines.append(f"measured: {args.tokens_per_step:g} tokens per step at a cost of {cost} target steps: "
-                     f"{ratio:.3f}x; {'it pays' if ratio > 1 else 'it does not pay'}; more than {cost} tokens per "
-                     "step are needed")
+        lines.append(
+            f"measured: {args.tokens_per_step:g} tokens per step at a cost of {cost} target steps: "
+            f"{ratio:.3f}x; {'it pays' if ratio > 1 else 'it does not pay'}; more than {cost} tokens per "
+            "step are needed"
+        )
     return lines
 
 
 def calibrate_command(argv: Sequence[str]) -> int:
     """calibrate: measure two servers of known truth, and print the errors."""
-    parser = _parser("calibrate", "Measure two servers of known truth on this machine, and print the error of every "
-                                  "figure.")
+    parser = _parser(
+        "calibrate",
+        "Measure two servers of known truth on this machine, and print the error of every figure.",
+    )
     add = parser.add_argument
-    add("--alpha", type=_number(float, 0, 1), default=0.8, help="true acceptance of tested drafts (default 0.8)")
+    add(
+        "--alpha",
+        type=_number(float, 0, 1),
+        default=0.8,
+        help="true acceptance of tested drafts (default 0.8)",
+    )
     add("--chain", type=_number(int, 1, 64), default=4, help="true chain length (default 4)")
-    add("--draft-cost", type=_number(float, 0, 10), default=0.1,
-        help="true cost of a draft step in target steps (default 0.1)")
-    add("--step-ms", type=_number(float, 0.5, 1000), default=5.0, help="true time of a target step (default 5)")
+    add(
+        "--draft-cost",
+        type=_number(float, 0, 10),
+        default=0.1,
+        help="true cost of a draft step in target steps (default 0.1)",
+    )
+    add(
+        "--step-ms",
+        type=_number(float, 0.5, 1000),
+        default=5.0,
+        help="true time of a target step (default 5)",
+    )
     add("--labbook", metavar="FILE", help="also append the records, marked as simulated")
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -4390,11 +6180,16 @@ def calibrate_command(argv: Sequence[str]) -> int:
     try:
         measured, logs = measure_reference(plain, drafting, length)
     except (RequestFailed, UsageError) as error:
-        raise MeasureError(f"a reference server ended before its time ({error}); run calibrate again") from None
+        raise MeasureError(
+            f"a reference server ended before its time ({error}); run calibrate again"
+        ) from None
     share = min(share, cpu_share())
     rows = calibration_rows(measured, [reference_truth(log) for log in logs], drafting)
-    lines, unkept, stopped = (append_or_show(args.labbook, measured.result.records()) if args.labbook
-                              else ([], None, False))
+    lines, unkept, stopped = (
+        append_or_show(args.labbook, measured.result.records())
+        if args.labbook
+        else ([], None, False)
+    )
     bad = [row["quantity"] for row in rows if not row["within"]]
     fit = not bad and share >= 0.9
     if unkept:
@@ -4402,143 +6197,52 @@ def calibrate_command(argv: Sequence[str]) -> int:
     if args.json:
         print_lines([json.dumps({"quantities": rows, "cpu_share": share, "fit": fit})])
     else:
-        worst = max([0.05, *(abs(row["error"]) for row in rows if row["unit"] == "%" and row["error"] is not None)])
+        worst = max(
+            [
+                0.05,
+                *(
+                    abs(row["error"])
+                    for row in rows
+                    if row["unit"] == "%" and row["error"] is not None
+                ),
+            ]
+        )
         said = ["", f"On this machine, now, ratios are good to {worst:.1f}%."] if fit else []
         print_lines(calibration_lines(rows) + said)
     if unkept:
         print_lines(lines)
         return INTERRUPTED if stopped else COULD_NOT_MEASURE
     if share < 0.9:
-        say_on_stderr(f"NOT FIT: other programs hold the processors (this one got {share:.0%} of one when it asked "
-                      "for all); measure again when the machine is idle")
+        say_on_stderr(
+            f"NOT FIT: other programs hold the processors (this one got {share:.0%} of one when it asked "
+            "for all); measure again when the machine is idle"
+        )
     elif bad:
-        say_on_stderr(f"OUT OF TOLERANCE: {', '.join(bad)}; most likely the machine is busy: see what else runs")
+        say_on_stderr(
+            f"OUT OF TOLERANCE: {', '.join(bad)}; most likely the machine is busy: see what else runs"
+        )
     return MEASURED if fit else COULD_NOT_MEASURE
-
-
-def measure_reference(plain: Reference, drafting: Reference, length: int) -> tuple[Measured, list[list[JSON]]]:
-    """The whole measurement against a reference pair, and what each server logged of the measured requests."""
-    with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
-        args = measure_parser().parse_args([
-            "--baseline-url", baseline_url, "--speculative-url", speculative_url, "--max-tokens", str(length),
-            "--label", "calibrate", "--api-key-env", "MEASURE_SPECULATIVE_NO_KEY"])
-        servers = [preflight(arm, url, args, say_on_stderr) for arm, url in arms_of(args)]
-        recorder = Recorder(say_on_stderr, show=sys.stderr.isatty())
-        measured = measure_levels(args, built_in_prompts(), servers, recorder, simulated=True)[0]
-        if measured.interrupted:
-            raise KeyboardInterrupt
-        logs = [loads(get_text(server.endpoint.root + "/truth")[0])[1 : 1 + len(built_in_prompts())]
-                for server in servers]
-    return measured, logs
-
-
-def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Reference) -> list[JSON]:
-    """Each quantity with its true and its measured value, the error, its unit, and whether that is within tolerance."""
-    baseline, candidate = measured.result.endpoints
-    comparison, (plain, drafted) = measured.result.comparisons[0], truth
-    acceptance, why = candidate["acceptance"] or {}, comparison["break_even"]
-    logs = [math.log(plain["request_s"][p] / drafted["request_s"][p]) for p in plain["request_s"]]
-    answers = [list(run.answers().values()) for run in measured.runs]
-    late_s = [answer.latency_s for arm in answers for answer in arm]
-    late_s += [-seconds for arm in truth for seconds in arm["request_s"].values()]
-    slow_s = math.fsum(answer.decode_s or 0.0 for answer in answers[0]) - plain["decode_s"]
-    spoken, planted = built_in_prompts()[8].messages[0]["content"], (drafting.planted or ("", 0))[1]
-    found = comparison["text_comparison"]["divergences"] or [{}]
-    rows = [
-        ("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 1.0, "%"),
-        ("speculative tokens/s", drafted["tokens_per_s"], candidate["output_tokens_per_s"], 1.0, "%"),
-        ("ratio", math.exp(math.fsum(logs) / len(logs)), ratio_in(comparison), 0.5, "%"),
-        ("baseline decode tokens/s", plain["decode_tokens_per_s"], baseline["decode_tokens_per_s"], 0.5, "%"),
-        ("speculative decode tokens/s", drafted["decode_tokens_per_s"], candidate["decode_tokens_per_s"], 0.5, "%"),
-        ("verification steps", drafted["steps"], acceptance.get("steps"), 0, "exact"),
-        ("tokens drafted", drafted["drafted"], acceptance.get("drafted"), 0, "exact"),
-        ("tokens accepted", drafted["accepted"], acceptance.get("accepted"), 0, "exact"),
-        ("acceptance rate", drafted["accepted"] / drafted["drafted"], acceptance.get("rate"), 0, "exact"),
-        ("alpha", drafted["accepted"] / (drafted["accepted"] + drafted["rejected"]), acceptance.get("alpha"), 0.02,
-         "absolute"),
-        ("accepted per position", [count / drafted["steps"] for count in drafted["positions"]],
-         acceptance.get("per_position"), 0, "exact"),
-        ("tokens per step", drafted["tokens_per_step"], acceptance.get("tokens_per_target_step"), 0, "exact"),
-        ("step cost, target steps", drafted["step_s"] / drafting.step_s, why["step_cost"], 1.0, "%"),
-        ("draft cost, target steps", drafting.draft_cost, why["draft_cost"], 0.02, "absolute"),
-        ("baseline time to first token, ms", 1000 * plain["ttft_s"], 1000 * baseline["ttft_s"]["mean"], 2.0, "ms"),
-        ("speculative time to first token, ms", 1000 * drafted["ttft_s"], 1000 * candidate["ttft_s"]["mean"], 2.0,
-         "ms"),
-        ("client time per request, ms", 0.0, 1000 * math.fsum(late_s) / sum(map(len, answers)), 3.0, "ms"),
-        ("client time per token, ms", 0.0, 1000 * slow_s / plain["tokens"], 0.05, "ms"),
-        ("planted difference, byte", sum(len(drafting.target_token(spoken, n)) for n in range(planted + 1)) - 1,
-         found[0].get("first_difference_at_byte") if len(found) == 1 else None, 0, "exact"),
-        ("planted near tie", "near-tie", (found[0].get("triage") or {}).get("finding"), 0, "exact"),
-    ]
-    return [_calibrated(*row) for row in rows]
-
-
-def _calibrated(quantity: str, true: Any, seen: Any, tolerance: float, unit: str) -> JSON:
-    error, within = None, seen == true
-    if unit != "exact":
-        error = None if seen is None else 100 * (seen / true - 1) if unit == "%" else seen - true
-        within = error is not None and abs(error) <= tolerance
-    return {"quantity": quantity, "true": true, "measured": seen, "error": error, "unit": unit, "within": within}
-
-
-def calibration_lines(rows: Sequence[JSON]) -> list[str]:
-    """The table of `calibrate`."""
-
-    def shown(value: Any) -> str:
-        if isinstance(value, list):
-            return " ".join(map(shown, value[:4])) + " ..." * (len(value) > 4)
-        if isinstance(value, float):
-            return f"{round(value, 3) + 0.0:.3f}"
-        return "unknown" if value is None else str(value)
-
-    cells = []
-    for row in rows:
-        error = "none" if row["within"] else "WRONG"
-        if row["unit"] != "exact":
-            unit = {"%": "%", "ms": " ms"}.get(row["unit"], "")
-            error = "unknown" if row["error"] is None else f"{round(row['error'], 3) + 0.0:+.3f}{unit}"
-        cells.append([row["quantity"], shown(row["true"]), shown(row["measured"]), error + " !" * (not row["within"])])
-    return [text_table(("Quantity", "True", "Measured", "Error"), cells)]
 
 
 def reference_server_command(argv: Sequence[str]) -> int:
     """reference-server CONFIG: not for users; `calibrate` starts it."""
     try:
         config = loads(argv[0])
-        reference = Reference(**{**config, "planted": config["planted"] and tuple(config["planted"])})
+        reference = Reference(
+            **{**config, "planted": config["planted"] and tuple(config["planted"])}
+        )
     except DAMAGED:
         raise UsageError("reference-server is not for users; see calibrate --help") from None
     return serve_reference(reference)
 
 
-def say_on_stderr(words: str) -> None:
-    """One line for the user beside the results."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(one_printable_line(words) + "\n")
-        sys.stderr.flush()
-
-
-def speaker(quiet: bool) -> Say:
-    """What takes words for the user beside the results; nothing does where it has to be quiet."""
-    return (lambda words: None) if quiet else say_on_stderr
-
-
-def print_lines(lines: Sequence[str]) -> None:
-    """Results on standard output, ASCII only; a reader that has seen enough is no error, a full disk is."""
-    try:
-        sys.stdout.write("".join(printable(line) + "\n" for line in lines))
-        sys.stdout.flush()
-    except OSError as error:
-        with contextlib.suppress(OSError, ValueError):  # what is still buffered must not fail again at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise MeasureError(f"cannot write to standard output: {error.strerror}; what should stand there is "
-                               "lost") from None
-
-
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "measure": measure_command, "compare": compare_command, "report": report_command, "break-even": break_even_command,
-    "calibrate": calibrate_command, "reference-server": reference_server_command,
+    "measure": measure_command,
+    "compare": compare_command,
+    "report": report_command,
+    "break-even": break_even_command,
+    "calibrate": calibrate_command,
+    "reference-server": reference_server_command,
 }
 
 
@@ -4569,7 +6273,9 @@ def end_like_ctrl_c() -> None:
             raise KeyboardInterrupt
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:  # not under nohup
+        if (
+            hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN
+        ):  # not under nohup
             signal.signal(getattr(signal, name), end)
 
 

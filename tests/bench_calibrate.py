@@ -21,11 +21,21 @@ RATES = ("ratio", "baseline decode tokens/s", "speculative decode tokens/s")
 def calibrate():
     """(exit code, rows by quantity, share of a processor that it got, stderr, seconds)."""
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, str(PROGRAM), "calibrate", "--json"], capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "calibrate", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     told = json.loads(done.stdout)
     rows = {row["quantity"]: row for row in told["quantities"]}
-    return done.returncode, rows, told["cpu_share"], done.stderr.strip(), time.perf_counter() - started
+    return (
+        done.returncode,
+        rows,
+        told["cpu_share"],
+        done.stderr.strip(),
+        time.perf_counter() - started,
+    )
 
 
 @contextlib.contextmanager
@@ -42,7 +52,12 @@ def burners(count):
 
 
 def main(argv):
-    runs, bounds, good, errors = 3 if "--quick" in argv else 10, Bounds(), 0, {name: [] for name in RATES}
+    runs, bounds, good, errors = (
+        3 if "--quick" in argv else 10,
+        Bounds(),
+        0,
+        {name: [] for name in RATES},
+    )
     for run in range(runs):
         code, rows, share, said, took_s = calibrate()
         for name in RATES:
@@ -50,17 +65,41 @@ def main(argv):
         counts_exact = all(row["within"] for row in rows.values() if row["unit"] == "exact")
         well = counts_exact and all(abs(rows[name]["error"]) <= 0.5 for name in RATES)
         good += well
-        print("%2d  %s  exit %d  %4.1f s  processor %3.0f%%  %s  %s" % (
-            run + 1, "good" if well else "bad ", code, took_s, 100 * share,
-            ", ".join("%s %+.3f%%" % (name, rows[name]["error"]) for name in RATES), said), flush=True)
+        print(
+            "%2d  %s  exit %d  %4.1f s  processor %3.0f%%  %s  %s"
+            % (
+                run + 1,
+                "good" if well else "bad ",
+                code,
+                took_s,
+                100 * share,
+                ", ".join("%s %+.3f%%" % (name, rows[name]["error"]) for name in RATES),
+                said,
+            ),
+            flush=True,
+        )
     for name in RATES:
-        print("%s: median error %+.3f%%, worst %+.3f%%" % (name, statistics.median(errors[name]), max(errors[name], key=abs)))
-    bounds.least("runs of %d with ratio and decode rates within 0.5%% and exact counts" % runs, good, runs - 1)
+        print(
+            "%s: median error %+.3f%%, worst %+.3f%%"
+            % (name, statistics.median(errors[name]), max(errors[name], key=abs))
+        )
+    bounds.least(
+        "runs of %d with ratio and decode rates within 0.5%% and exact counts" % runs,
+        good,
+        runs - 1,
+    )
     with burners(os.cpu_count() or 1):
         code, rows, share, said, took_s = calibrate()
-    print("with every processor burned: exit %d after %.1f s, processor %.0f%%, ratio %+.3f%%: %s" % (
-        code, took_s, 100 * share, rows["ratio"]["error"] or 0.0, said))
-    bounds.hold("a busy machine is said not to be fit", code, "exit 1 and NOT FIT", code == 1 and "NOT FIT" in said)
+    print(
+        "with every processor burned: exit %d after %.1f s, processor %.0f%%, ratio %+.3f%%: %s"
+        % (code, took_s, 100 * share, rows["ratio"]["error"] or 0.0, said)
+    )
+    bounds.hold(
+        "a busy machine is said not to be fit",
+        code,
+        "exit 1 and NOT FIT",
+        code == 1 and "NOT FIT" in said,
+    )
     return bounds.exit_code()
 
 

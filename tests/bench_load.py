@@ -22,7 +22,10 @@ def steps_of(config, prompt):
     sizes, n = [], 1
     while n < TOKENS:
         drafted = min(config.chain, TOKENS - n - 1)
-        agree = [config.draft_token(prompt, n + i) == config.target_token(prompt, n + i) for i in range(drafted)]
+        agree = [
+            config.draft_token(prompt, n + i) == config.target_token(prompt, n + i)
+            for i in range(drafted)
+        ]
         sizes.append(drafted + 1)
         n += (agree + [False]).index(False) + 1
     return sizes
@@ -32,7 +35,9 @@ def block_s(config, level):
     """How long a closed loop of `level` requests in flight takes for two rounds of each, by simulation."""
     rounds = math.ceil(max(len(PROMPTS), 2 * level) / len(PROMPTS))
     waiting = [steps_of(config, prompt) for _ in range(rounds) for prompt in PROMPTS][::-1]
-    active = [(config.prefill_s, number, waiting.pop()) for number in range(min(level, len(waiting)))]
+    active = [
+        (config.prefill_s, number, waiting.pop()) for number in range(min(level, len(waiting)))
+    ]
     number = len(active)
     now = 0.0
     while active:
@@ -40,7 +45,10 @@ def block_s(config, level):
         if left:
             size = left[0]
             load = max(1.0, (len(active) + 1) * size / config.capacity)
-            heapq.heappush(active, (now + config.step_s * (load + (size - 1) * config.draft_cost), which, left[1:]))
+            heapq.heappush(
+                active,
+                (now + config.step_s * (load + (size - 1) * config.draft_cost), which, left[1:]),
+            )
         elif waiting:
             heapq.heappush(active, (now + config.prefill_s, number, waiting.pop()))
             number += 1
@@ -55,19 +63,44 @@ def main(argv):
     seen = {level: [] for level in LEVELS}
     with reference_server(plain) as one, reference_server(drafting) as other:
         for _ in range(1 if quick else 3):
-            outcome = run_main("--baseline-url", one, "--speculative-url", other, "--max-tokens", TOKENS, "--repeats", 2,
-                               "--concurrency", ",".join(map(str, LEVELS)), prompts=PROMPTS)
+            outcome = run_main(
+                "--baseline-url",
+                one,
+                "--speculative-url",
+                other,
+                "--max-tokens",
+                TOKENS,
+                "--repeats",
+                2,
+                "--concurrency",
+                ",".join(map(str, LEVELS)),
+                prompts=PROMPTS,
+            )
             records = [record for record in outcome.records if record["kind"] == "comparison"]
             for record in records:
-                seen[record["concurrency"]].append(record["speculative_tokens_per_s"] / record["baseline_tokens_per_s"])
+                seen[record["concurrency"]].append(
+                    record["speculative_tokens_per_s"] / record["baseline_tokens_per_s"]
+                )
     for level in LEVELS:
         ratio = statistics.median(seen[level])
-        print("%2d at a time: the model says %.3f, measured %.3f (%+.2f%%)" % (level, true[level], ratio, 100 * (ratio / true[level] - 1)))
-        bounds.most("ratio with %d at a time, %% off the model" % level, 100 * abs(ratio / true[level] - 1), 3)
+        print(
+            "%2d at a time: the model says %.3f, measured %.3f (%+.2f%%)"
+            % (level, true[level], ratio, 100 * (ratio / true[level] - 1))
+        )
+        bounds.most(
+            "ratio with %d at a time, %% off the model" % level,
+            100 * abs(ratio / true[level] - 1),
+            3,
+        )
     print("\n".join(crossover_lines(records)))
     below = [level for level in LEVELS if true[level] < 1]
     found = [level for level in LEVELS if statistics.median(seen[level]) < 1]
-    bounds.hold("first level at which the draft costs", found[0] if found else 0, str(below[0]), found == below)
+    bounds.hold(
+        "first level at which the draft costs",
+        found[0] if found else 0,
+        str(below[0]),
+        found == below,
+    )
     return bounds.exit_code()
 
 

@@ -24,15 +24,34 @@ def identical_pairs(bounds, runs):
     pays, holds, ratios, widths = 0, 0, [], []
     for seed in range(runs):
         with reference_server(Reference(seed=seed, step_s=0.001, prefill_s=0.004)) as url:
-            record = run_main("--baseline-url", url, "--speculative-url", url, "--max-tokens", 24, "--repeats", 2, "--quiet",
-                              prompts=prompts(seed, 12)).comparison()
+            record = run_main(
+                "--baseline-url",
+                url,
+                "--speculative-url",
+                url,
+                "--max-tokens",
+                24,
+                "--repeats",
+                2,
+                "--quiet",
+                prompts=prompts(seed, 12),
+            ).comparison()
         speed = record["speedup"]
         pays += record["verdict"] == "pays"
         holds += speed["low"] <= 1 <= speed["high"]
         ratios.append(speed["ratio"])
         widths.append(100 * (speed["high"] / speed["low"] - 1))
-    print("%d identical pairs: %d pay, the interval holds 1 in %d; its width %.2f%% in the median, %.2f%% at most; mean ratio %.4f" % (
-        runs, pays, holds, statistics.median(widths), max(widths), statistics.geometric_mean(ratios)))
+    print(
+        "%d identical pairs: %d pay, the interval holds 1 in %d; its width %.2f%% in the median, %.2f%% at most; mean ratio %.4f"
+        % (
+            runs,
+            pays,
+            holds,
+            statistics.median(widths),
+            max(widths),
+            statistics.geometric_mean(ratios),
+        )
+    )
     bounds.most("identical pairs of %d that pay" % runs, pays, 2)
     bounds.least("identical pairs of %d whose interval holds 1" % runs, holds, runs - 3)
 
@@ -44,16 +63,40 @@ def predictions(bounds, runs):
         records = {}
         with reference_server(plain) as baseline:
             for chain in (4, 2):
-                drafting = Reference(alpha=0.75, chain=chain, seed=seed, step_s=0.002, prefill_s=0.004)
+                drafting = Reference(
+                    alpha=0.75, chain=chain, seed=seed, step_s=0.002, prefill_s=0.004
+                )
                 with reference_server(drafting) as url:
-                    records[chain] = run_main("--baseline-url", baseline, "--speculative-url", url, "--max-tokens", 128, "--quiet",
-                                              prompts=prompts(seed, 12)).comparison()
-        (predicted,) = [entry["predicted_speedup"] for entry in records[4]["break_even"]["predicted"] if entry["chain"] == 2]
+                    records[chain] = run_main(
+                        "--baseline-url",
+                        baseline,
+                        "--speculative-url",
+                        url,
+                        "--max-tokens",
+                        128,
+                        "--quiet",
+                        prompts=prompts(seed, 12),
+                    ).comparison()
+        (predicted,) = [
+            entry["predicted_speedup"]
+            for entry in records[4]["break_even"]["predicted"]
+            if entry["chain"] == 2
+        ]
         seen = records[2]["decode_speedup"]
         within = seen["low"] <= predicted <= seen["high"]
         agree += within
-        print("%2d  predicted for 2 from a run with 4: %.3f; measured with 2: %.3f (%.3f to %.3f)  %s" % (
-            seed + 1, predicted, seen["ratio"], seen["low"], seen["high"], "agree" if within else "DIFFER"), flush=True)
+        print(
+            "%2d  predicted for 2 from a run with 4: %.3f; measured with 2: %.3f (%.3f to %.3f)  %s"
+            % (
+                seed + 1,
+                predicted,
+                seen["ratio"],
+                seen["low"],
+                seen["high"],
+                "agree" if within else "DIFFER",
+            ),
+            flush=True,
+        )
     bounds.least("predictions of %d within the interval" % runs, agree, runs - 1)
 
 

@@ -91,22 +91,28 @@ HUGE_BYTES = 300_000_000
 
 # ---- what is generated, and the count of it ----
 
+
 @dataclass(frozen=True)
 class Speculation:
     chain: int = 4
-    accepted: tuple = (4, 2, 0)     # accepted tokens of each verification step, cycled; None: a step without a draft
-    only_with: str = ""             # draft only for requests in which this field is true
-    step_cost: float = 1.0          # duration of a verification step, in plain steps
+    accepted: tuple = (
+        4,
+        2,
+        0,
+    )  # accepted tokens of each verification step, cycled; None: a step without a draft
+    only_with: str = ""  # draft only for requests in which this field is true
+    step_cost: float = 1.0  # duration of a verification step, in plain steps
 
 
 @dataclass
 class Counts:
     """What was generated. histogram[j] = verification steps that accepted j tokens, drafts[j] = that drafted j."""
+
     requests: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
-    plain_steps: int = 0            # steps of the target without a draft, prompt pass not included
-    mismatched: int = 0             # verification steps that ended in a rejection
+    plain_steps: int = 0  # steps of the target without a draft, prompt pass not included
+    mismatched: int = 0  # verification steps that ended in a rejection
     streamed_tokens: int = 0
     ended_by_length: int = 0
     prompt_s: float = 0.0
@@ -127,7 +133,13 @@ class Counts:
             if isinstance(a, list):
                 return [x + sign * y for x, y in itertools.zip_longest(a, b, fillvalue=0)]
             return a + sign * b
-        return Counts(**{f.name: plus(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)})
+
+        return Counts(
+            **{
+                f.name: plus(getattr(self, f.name), getattr(other, f.name))
+                for f in dataclasses.fields(self)
+            }
+        )
 
     def __add__(self, other):
         return self._plus(other, 1)
@@ -152,7 +164,7 @@ def sum_counts(counts):
 
 @dataclass(frozen=True)
 class Step:
-    tokens: list        # [(field, text), ...], field is "content" or "reasoning"
+    tokens: list  # [(field, text), ...], field is "content" or "reasoning"
     drafted: int = 0
     accepted: int = 0
 
@@ -170,13 +182,15 @@ def split_steps(tokens, speculation, whole_chains=False):
         if wanted is not None:
             drafted = speculation.chain if whole_chains else min(speculation.chain, len(left) - 1)
         accepted = min(wanted or 0, drafted, len(left) - 1)
-        steps.append(Step(left[:accepted + 1], drafted, accepted))
-        left = left[accepted + 1:]
+        steps.append(Step(left[: accepted + 1], drafted, accepted))
+        left = left[accepted + 1 :]
     return steps
 
 
 def count_steps(steps, speculation, **more):
-    counts = no_counts(speculation) + Counts(requests=1, tokens=max(1, sum(len(s.tokens) for s in steps)), **more)
+    counts = no_counts(speculation) + Counts(
+        requests=1, tokens=max(1, sum(len(s.tokens) for s in steps)), **more
+    )
     for step in steps[1:]:
         if step.drafted:
             counts.histogram[step.accepted] += 1
@@ -189,10 +203,11 @@ def count_steps(steps, speculation, **more):
 
 def default_answer(prompt, words):
     digest = hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()
-    return " ".join("word%s%d" % (digest[i % 60:i % 60 + 3], i) for i in range(words))
+    return " ".join("word%s%d" % (digest[i % 60 : i % 60 + 3], i) for i in range(words))
 
 
 # ---- metrics pages: an engine's function gives [(family, type, [(suffix, labels, value), ...]), ...] ----
+
 
 def python_number(value):
     """A value as Python's Prometheus client writes it."""
@@ -212,11 +227,18 @@ def llama_number(value):
 def render(families, number):
     lines = []
     for name, kind, samples in families:
-        lines += ["# HELP %s Fake %s." % (name, name.replace("_", " ")), "# TYPE %s %s" % (name, kind)]
+        lines += [
+            "# HELP %s Fake %s." % (name, name.replace("_", " ")),
+            "# TYPE %s %s" % (name, kind),
+        ]
         for suffix, labels, value in samples:
-            inside = ",".join('%s="%s"' % (k, v.replace("\\", r"\\").replace('"', r'\"').replace("\n", r"\n"))
-                              for k, v in labels.items())
-            lines.append("%s%s%s %s" % (name, suffix, "{%s}" % inside if inside else "", number(value)))
+            inside = ",".join(
+                '%s="%s"' % (k, v.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
+                for k, v in labels.items()
+            )
+            lines.append(
+                "%s%s%s %s" % (name, suffix, "{%s}" % inside if inside else "", number(value))
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -233,30 +255,43 @@ def spec_families(prefix, labels, c, created):
     """The four counters that vLLM brought and LMDeploy took over."""
     position = [dict(labels, position=str(i)) for i in range(len(c.per_position))]
     name = prefix + ":spec_decode_num_accepted_tokens_per_pos"
-    return (counter(prefix + ":spec_decode_num_drafts", labels, c.steps, created)
-            + counter(prefix + ":spec_decode_num_draft_tokens", labels, c.drafted, created)
-            + counter(prefix + ":spec_decode_num_accepted_tokens", labels, c.accepted, created)
-            + [(name + "_total", "counter", [("", p, n) for p, n in zip(position, c.per_position)]),
-               (name + "_created", "gauge", [("", p, created) for p in position])])
+    return (
+        counter(prefix + ":spec_decode_num_drafts", labels, c.steps, created)
+        + counter(prefix + ":spec_decode_num_draft_tokens", labels, c.drafted, created)
+        + counter(prefix + ":spec_decode_num_accepted_tokens", labels, c.accepted, created)
+        + [
+            (name + "_total", "counter", [("", p, n) for p, n in zip(position, c.per_position)]),
+            (name + "_created", "gauge", [("", p, created) for p in position]),
+        ]
+    )
 
 
 def page_llama(server, c, spec_counters=True):
-    families = (counter("llamacpp:prompt_tokens", {}, c.prompt_tokens)
-                + counter("llamacpp:prompt_seconds", {}, c.prompt_s)
-                + counter("llamacpp:tokens_predicted", {}, c.tokens)
-                + counter("llamacpp:tokens_predicted_seconds", {}, c.decode_s)
-                + counter("llamacpp:n_decode", {}, c.requests + c.steps + c.plain_steps)
-                + [("llamacpp:n_tokens_max", "counter", [("", {}, 64)])]
-                + gauge("llamacpp:predicted_tokens_seconds", {}, 0)
-                + gauge("llamacpp:requests_processing", {}, server.running)
-                + gauge("llamacpp:requests_deferred", {}, server.waiting))
+    families = (
+        counter("llamacpp:prompt_tokens", {}, c.prompt_tokens)
+        + counter("llamacpp:prompt_seconds", {}, c.prompt_s)
+        + counter("llamacpp:tokens_predicted", {}, c.tokens)
+        + counter("llamacpp:tokens_predicted_seconds", {}, c.decode_s)
+        + counter("llamacpp:n_decode", {}, c.requests + c.steps + c.plain_steps)
+        + [("llamacpp:n_tokens_max", "counter", [("", {}, 64)])]
+        + gauge("llamacpp:predicted_tokens_seconds", {}, 0)
+        + gauge("llamacpp:requests_processing", {}, server.running)
+        + gauge("llamacpp:requests_deferred", {}, server.waiting)
+    )
     if spec_counters:
-        families += (counter("llamacpp:spec_decode_num_draft_tokens", {}, c.drafted)
-                     + counter("llamacpp:spec_decode_num_accepted_tokens", {}, c.accepted)
-                     + counter("llamacpp:spec_decode_num_drafts", {}, c.steps))
+        families += (
+            counter("llamacpp:spec_decode_num_draft_tokens", {}, c.drafted)
+            + counter("llamacpp:spec_decode_num_accepted_tokens", {}, c.accepted)
+            + counter("llamacpp:spec_decode_num_drafts", {}, c.steps)
+        )
         if c.drafted:
-            families.append(("llamacpp:spec_decode_num_accepted_tokens_per_pos_total", "counter",
-                             [("", {"position": str(i)}, str(n)) for i, n in enumerate(c.per_position)]))
+            families.append(
+                (
+                    "llamacpp:spec_decode_num_accepted_tokens_per_pos_total",
+                    "counter",
+                    [("", {"position": str(i)}, str(n)) for i, n in enumerate(c.per_position)],
+                )
+            )
     return families
 
 
@@ -266,104 +301,182 @@ def page_ik_llama(server, c):
 
 def page_vllm(server, c):
     labels, created = {"engine": "0", "model_name": server.models[0]}, server.started
-    reason = [dict(engine="0", finished_reason=r, model_name=server.models[0]) for r in ("stop", "length")]
+    reason = [
+        dict(engine="0", finished_reason=r, model_name=server.models[0]) for r in ("stop", "length")
+    ]
     passes = c.requests + c.steps + c.plain_steps
-    return (gauge("process_start_time_seconds", {}, server.started)
-            + (spec_families("vllm", labels, c, created) if server.speculation else [])
-            + gauge("vllm:num_requests_running", labels, server.running)
-            + gauge("vllm:num_requests_waiting", labels, server.waiting)
-            + counter("vllm:prompt_tokens", labels, c.prompt_tokens, created)
-            + counter("vllm:generation_tokens", labels, c.tokens, created)
-            + [("vllm:request_success_total", "counter", [("", reason[0], c.requests - c.ended_by_length),
-                                                          ("", reason[1], c.ended_by_length)]),
-               ("vllm:iteration_tokens_total", "histogram",
-                [("_bucket", dict(engine="0", le="8.0", model_name=server.models[0]), passes),
-                 ("_bucket", dict(engine="0", le="+Inf", model_name=server.models[0]), passes),
-                 ("_count", labels, passes), ("_sum", labels, c.prompt_tokens + c.tokens)]),
-               ("vllm:iteration_tokens_total_created", "gauge", [("", labels, created)])])
+    return (
+        gauge("process_start_time_seconds", {}, server.started)
+        + (spec_families("vllm", labels, c, created) if server.speculation else [])
+        + gauge("vllm:num_requests_running", labels, server.running)
+        + gauge("vllm:num_requests_waiting", labels, server.waiting)
+        + counter("vllm:prompt_tokens", labels, c.prompt_tokens, created)
+        + counter("vllm:generation_tokens", labels, c.tokens, created)
+        + [
+            (
+                "vllm:request_success_total",
+                "counter",
+                [
+                    ("", reason[0], c.requests - c.ended_by_length),
+                    ("", reason[1], c.ended_by_length),
+                ],
+            ),
+            (
+                "vllm:iteration_tokens_total",
+                "histogram",
+                [
+                    ("_bucket", dict(engine="0", le="8.0", model_name=server.models[0]), passes),
+                    ("_bucket", dict(engine="0", le="+Inf", model_name=server.models[0]), passes),
+                    ("_count", labels, passes),
+                    ("_sum", labels, c.prompt_tokens + c.tokens),
+                ],
+            ),
+            ("vllm:iteration_tokens_total_created", "gauge", [("", labels, created)]),
+        ]
+    )
 
 
 def page_vllm_old(server, c):
     labels = {"model_name": server.models[0]}
-    families = (gauge("vllm:num_requests_running", labels, server.running)
-                + gauge("vllm:num_requests_waiting", labels, server.waiting)
-                + counter("vllm:generation_tokens", labels, c.tokens))
+    families = (
+        gauge("vllm:num_requests_running", labels, server.running)
+        + gauge("vllm:num_requests_waiting", labels, server.waiting)
+        + counter("vllm:generation_tokens", labels, c.tokens)
+    )
     if server.speculation:
-        families += (gauge("vllm:spec_decode_draft_acceptance_rate", labels, c.rate or 0)
-                     + gauge("vllm:spec_decode_efficiency", labels, 0.55)
-                     + counter("vllm:spec_decode_num_accepted_tokens", labels, c.accepted)
-                     + counter("vllm:spec_decode_num_draft_tokens", labels, c.drafted)
-                     + counter("vllm:spec_decode_num_emitted_tokens", labels, c.accepted + c.steps))
+        families += (
+            gauge("vllm:spec_decode_draft_acceptance_rate", labels, c.rate or 0)
+            + gauge("vllm:spec_decode_efficiency", labels, 0.55)
+            + counter("vllm:spec_decode_num_accepted_tokens", labels, c.accepted)
+            + counter("vllm:spec_decode_num_draft_tokens", labels, c.drafted)
+            + counter("vllm:spec_decode_num_emitted_tokens", labels, c.accepted + c.steps)
+        )
     return families
 
 
 def page_sglang(server, c):
     labels = {"engine_type": "unified", "model_name": server.models[0]}
-    streaming = {flag: dict(engine_type="unified", is_streaming=flag, model_name=server.models[0])
-                 for flag in ("true", "false")}
-    families = (gauge("sglang:num_running_reqs", labels, server.running)
-                + gauge("sglang:num_queue_reqs", labels, server.waiting)
-                + [("sglang:generation_tokens_total", "counter",
-                    [("", streaming["true"], c.streamed_tokens),
-                     ("", streaming["false"], c.tokens - c.streamed_tokens)])])
+    streaming = {
+        flag: dict(engine_type="unified", is_streaming=flag, model_name=server.models[0])
+        for flag in ("true", "false")
+    }
+    families = (
+        gauge("sglang:num_running_reqs", labels, server.running)
+        + gauge("sglang:num_queue_reqs", labels, server.waiting)
+        + [
+            (
+                "sglang:generation_tokens_total",
+                "counter",
+                [
+                    ("", streaming["true"], c.streamed_tokens),
+                    ("", streaming["false"], c.tokens - c.streamed_tokens),
+                ],
+            )
+        ]
+    )
     if server.speculation:
-        families += (counter("sglang:spec_verify_calls", labels, c.steps)
-                     + gauge("sglang:spec_accept_length", dict(labels, tp_rank="0"), c.mean_length or 0)
-                     + gauge("sglang:spec_accept_rate", dict(labels, tp_rank="0"), c.rate or 0))
+        families += (
+            counter("sglang:spec_verify_calls", labels, c.steps)
+            + gauge("sglang:spec_accept_length", dict(labels, tp_rank="0"), c.mean_length or 0)
+            + gauge("sglang:spec_accept_rate", dict(labels, tp_rank="0"), c.rate or 0)
+        )
     return families
 
 
 def page_tensorrt(server, c):
     labels = {"engine_type": "undefined", "model_name": "undefined"}
-    families = (gauge("trtllm_num_requests_running", labels, server.running)
-                + gauge("trtllm_num_requests_waiting", labels, server.waiting)
-                + counter("trtllm_request_success", labels, c.requests))
+    families = (
+        gauge("trtllm_num_requests_running", labels, server.running)
+        + gauge("trtllm_num_requests_waiting", labels, server.waiting)
+        + counter("trtllm_request_success", labels, c.requests)
+    )
     if server.speculation:
         positions = [dict(labels, token_position=str(i)) for i in range(len(c.per_position))]
-        families += (counter("trtllm_spec_decode_num_draft_tokens", labels, c.drafted)
-                     + counter("trtllm_spec_decode_num_accepted_tokens", labels, c.accepted)
-                     + [("trtllm_spec_decode_drafted_tokens_total", "counter",
-                         [("", p, n) for p, n in zip(positions, c.drafted_per_position)]),
-                        ("trtllm_spec_decode_accepted_tokens_total", "counter",
-                         [("", p, n) for p, n in zip(positions, c.per_position)])]
-                     + gauge("trtllm_spec_decode_acceptance_length", labels, c.mean_length or 0))
+        families += (
+            counter("trtllm_spec_decode_num_draft_tokens", labels, c.drafted)
+            + counter("trtllm_spec_decode_num_accepted_tokens", labels, c.accepted)
+            + [
+                (
+                    "trtllm_spec_decode_drafted_tokens_total",
+                    "counter",
+                    [("", p, n) for p, n in zip(positions, c.drafted_per_position)],
+                ),
+                (
+                    "trtllm_spec_decode_accepted_tokens_total",
+                    "counter",
+                    [("", p, n) for p, n in zip(positions, c.per_position)],
+                ),
+            ]
+            + gauge("trtllm_spec_decode_acceptance_length", labels, c.mean_length or 0)
+        )
     return families
 
 
 def page_lmdeploy(server, c):
     labels = {"engine": "0", "model_name": server.models[0]}
-    families = (gauge("process_start_time_seconds", {}, server.started)
-                + gauge("lmdeploy:num_requests_running", labels, server.running)
-                + gauge("lmdeploy:num_requests_waiting", labels, server.waiting)
-                + counter("lmdeploy:prompt_tokens", labels, c.prompt_tokens, server.started)
-                + counter("lmdeploy:generation_tokens", labels, c.tokens, server.started))
+    families = (
+        gauge("process_start_time_seconds", {}, server.started)
+        + gauge("lmdeploy:num_requests_running", labels, server.running)
+        + gauge("lmdeploy:num_requests_waiting", labels, server.waiting)
+        + counter("lmdeploy:prompt_tokens", labels, c.prompt_tokens, server.started)
+        + counter("lmdeploy:generation_tokens", labels, c.tokens, server.started)
+    )
     if server.speculation:
-        families += (spec_families("lmdeploy", labels, c, server.started)
-                     + gauge("lmdeploy:spec_decode_mean_accept_rate", labels, c.rate or 0)
-                     + gauge("lmdeploy:spec_decode_mean_accept_length", labels, c.mean_length or 0))
+        families += (
+            spec_families("lmdeploy", labels, c, server.started)
+            + gauge("lmdeploy:spec_decode_mean_accept_rate", labels, c.rate or 0)
+            + gauge("lmdeploy:spec_decode_mean_accept_length", labels, c.mean_length or 0)
+        )
     return families
 
 
 def page_tgi(server, c):
     """tgi_request_skipped_tokens records (tokens - 1) of every pass, the prompt pass included."""
-    skipped = [n + (c.requests + c.plain_steps if j == 0 else 0) for j, n in enumerate(c.histogram or [0])]
-    le = [("_bucket", {"le": str(j)}, sum(skipped[:j + 1])) for j in range(len(skipped))]
-    return (gauge("tgi_batch_current_size", {}, server.running) + gauge("tgi_queue_size", {}, server.waiting)
-            + [("tgi_request_success", "counter", [("", {}, c.requests)]),
-               ("tgi_request_generated_tokens", "histogram",
-                [("_bucket", {"le": "+Inf"}, c.requests), ("_sum", {}, c.tokens), ("_count", {}, c.requests)]),
-               ("tgi_request_skipped_tokens", "histogram",
-                le + [("_bucket", {"le": "+Inf"}, sum(skipped)), ("_sum", {}, c.accepted),
-                      ("_count", {}, sum(skipped))])])
+    skipped = [
+        n + (c.requests + c.plain_steps if j == 0 else 0) for j, n in enumerate(c.histogram or [0])
+    ]
+    le = [("_bucket", {"le": str(j)}, sum(skipped[: j + 1])) for j in range(len(skipped))]
+    return (
+        gauge("tgi_batch_current_size", {}, server.running)
+        + gauge("tgi_queue_size", {}, server.waiting)
+        + [
+            ("tgi_request_success", "counter", [("", {}, c.requests)]),
+            (
+                "tgi_request_generated_tokens",
+                "histogram",
+                [
+                    ("_bucket", {"le": "+Inf"}, c.requests),
+                    ("_sum", {}, c.tokens),
+                    ("_count", {}, c.requests),
+                ],
+            ),
+            (
+                "tgi_request_skipped_tokens",
+                "histogram",
+                le
+                + [
+                    ("_bucket", {"le": "+Inf"}, sum(skipped)),
+                    ("_sum", {}, c.accepted),
+                    ("_count", {}, sum(skipped)),
+                ],
+            ),
+        ]
+    )
 
 
 # ---- what engines add to an answer: functions of the Answer `a` and its Counts `c` so far ----
 
+
 def timings(a, c):
     first_s, decode_s = a.clock()
-    out = {"cache_n": a.cached, "prompt_n": a.prompt_tokens - a.cached, "prompt_ms": first_s * 1000,
-           "predicted_n": c.tokens, "predicted_ms": decode_s * 1000,
-           "predicted_per_second": (c.tokens - 1) / decode_s if decode_s else 0.0}
+    out = {
+        "cache_n": a.cached,
+        "prompt_n": a.prompt_tokens - a.cached,
+        "prompt_ms": first_s * 1000,
+        "predicted_n": c.tokens,
+        "predicted_ms": decode_s * 1000,
+        "predicted_per_second": (c.tokens - 1) / decode_s if decode_s else 0.0,
+    }
     if c.drafted:
         out.update(draft_n=c.drafted, draft_n_accepted=c.accepted)
         if a.server.engine == "mlx-vlm":
@@ -376,48 +489,81 @@ def timings(a, c):
 def vllm_metrics(a, c):
     if not a.speculation:
         return {}
-    return {"metrics": {"speculative_decoding": {
-        "mean_acceptance_length": c.mean_length, "draft_acceptance_rate": c.rate, "acceptance_histogram": c.histogram,
-        "num_spec_steps": c.steps, "num_accepted_draft_tokens": c.accepted, "num_draft_tokens": c.drafted,
-        "num_spec_tokens": a.speculation.chain}}}
+    return {
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": c.mean_length,
+                "draft_acceptance_rate": c.rate,
+                "acceptance_histogram": c.histogram,
+                "num_spec_steps": c.steps,
+                "num_accepted_draft_tokens": c.accepted,
+                "num_draft_tokens": c.drafted,
+                "num_spec_tokens": a.speculation.chain,
+            }
+        }
+    }
 
 
 def sglang_extension(a, c):
     if not a.speculation or not a.body.get("return_spec_tokens_details"):
         return {}
-    return {"sglext": {"spec_tokens_details": {
-        "spec_accept_rate": c.rate, "spec_accept_length": c.tokens / c.steps if c.steps else None,
-        "spec_num_correct_drafts": c.accepted, "spec_num_proposed_drafts": c.drafted, "spec_verify_ct": c.steps,
-        "spec_correct_drafts_histogram": c.histogram}}}
+    return {
+        "sglext": {
+            "spec_tokens_details": {
+                "spec_accept_rate": c.rate,
+                "spec_accept_length": c.tokens / c.steps if c.steps else None,
+                "spec_num_correct_drafts": c.accepted,
+                "spec_num_proposed_drafts": c.drafted,
+                "spec_verify_ct": c.steps,
+                "spec_correct_drafts_histogram": c.histogram,
+            }
+        }
+    }
 
 
 def tensorrt_choice(a, c):
     out = {"avg_decoded_tokens_per_iter": c.tokens / (1 + c.steps + c.plain_steps)}
     if a.speculation:
         out["speculative_decoding"] = {
-            "acceptance_rate": c.rate, "total_accepted_draft_tokens": c.accepted, "total_draft_tokens": c.drafted,
-            "num_spec_steps": c.steps, "acceptance_histogram": c.histogram, "num_spec_tokens": a.speculation.chain}
+            "acceptance_rate": c.rate,
+            "total_accepted_draft_tokens": c.accepted,
+            "total_draft_tokens": c.drafted,
+            "num_spec_steps": c.steps,
+            "acceptance_histogram": c.histogram,
+            "num_spec_tokens": a.speculation.chain,
+        }
     return out
 
 
 def lm_studio_stats(a, c):
     first_s, decode_s = a.clock()
-    out = {"tokens_per_second": (c.tokens - 1) / decode_s if decode_s else 0.0, "time_to_first_token": first_s,
-           "generation_time": first_s + decode_s,
-           "stop_reason": {"length": "maxPredictedTokensReached"}.get(a.finish, "eosFound")}
-    if a.speculation:       # what was cut off the last chain was drafted and never verified
+    out = {
+        "tokens_per_second": (c.tokens - 1) / decode_s if decode_s else 0.0,
+        "time_to_first_token": first_s,
+        "generation_time": first_s + decode_s,
+        "stop_reason": {"length": "maxPredictedTokensReached"}.get(a.finish, "eosFound"),
+    }
+    if a.speculation:  # what was cut off the last chain was drafted and never verified
         total = a.speculation.chain * c.steps
-        out.update(draft_model=a.body.get("draft_model") or "draft", total_draft_tokens_count=total,
-                   accepted_draft_tokens_count=c.accepted, rejected_draft_tokens_count=c.drafted - c.accepted,
-                   ignored_draft_tokens_count=total - c.drafted)
+        out.update(
+            draft_model=a.body.get("draft_model") or "draft",
+            total_draft_tokens_count=total,
+            accepted_draft_tokens_count=c.accepted,
+            rejected_draft_tokens_count=c.drafted - c.accepted,
+            ignored_draft_tokens_count=total - c.drafted,
+        )
     return {"stats": out}
 
 
 def tabby_usage(a, c):
     if not a.speculation:
         return {}
-    return {"completion_tokens_details": {"accepted_prediction_tokens": c.accepted,
-                                          "rejected_prediction_tokens": c.drafted - c.accepted}}
+    return {
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": c.accepted,
+            "rejected_prediction_tokens": c.drafted - c.accepted,
+        }
+    }
 
 
 def nothing(a, c):
@@ -427,59 +573,129 @@ def nothing(a, c):
 @dataclass(frozen=True)
 class Engine:
     build: str = "1.0"
-    server: str = "uvicorn"             # the Server header; "" for none
+    server: str = "uvicorn"  # the Server header; "" for none
     owned_by: str = ""
     reasoning: tuple = ("reasoning_content",)
-    chunk_per_step: bool = False        # one chunk holds all tokens of a step; else one chunk a token
-    finish_alone: bool = True           # finish_reason on a chunk of its own
+    chunk_per_step: bool = False  # one chunk holds all tokens of a step; else one chunk a token
+    finish_alone: bool = True  # finish_reason on a chunk of its own
     usage_every_chunk: bool = False
     usage_chunk_has_choices: bool = False
-    whole_chains: bool = False          # drafted tokens are counted as chain x steps
-    fakes_logprobs: bool = False        # verified tokens get logprob 0.0 and an empty list
+    whole_chains: bool = False  # drafted tokens are counted as chain x steps
+    fakes_logprobs: bool = False  # verified tokens get logprob 0.0 and an empty list
     check_model: bool = False
     strict: bool = False
-    page: object = None                 # the metrics families, a function of (server, counts)
+    page: object = None  # the metrics families, a function of (server, counts)
     page_path: str = "/metrics"
     number: object = python_number
-    open_paths: str = "/health"         # regular expression: what needs no API key
-    fingerprint: str = ""               # system_fingerprint, with the build as %s
-    top: object = nothing               # fields beside "choices"
-    choice: object = nothing            # fields inside the choice
-    usage: object = nothing             # fields inside usage
-    own_chunk: bool = False             # the `top` fields have a chunk of their own, before the usage chunk
+    open_paths: str = "/health"  # regular expression: what needs no API key
+    fingerprint: str = ""  # system_fingerprint, with the build as %s
+    top: object = nothing  # fields beside "choices"
+    choice: object = nothing  # fields inside the choice
+    usage: object = nothing  # fields inside usage
+    own_chunk: bool = False  # the `top` fields have a chunk of their own, before the usage chunk
 
 
 ENGINES = {
-    "llama.cpp": Engine("b11434-1a2b3c4d", "llama.cpp", "llamacpp", page=page_llama, number=llama_number,
-                        fakes_logprobs=True, fingerprint="%s", top=timings),
-    "ik_llama.cpp": Engine("4321", "llama.cpp", "llamacpp", page=page_ik_llama, number=llama_number,
-                           usage_every_chunk=True, top=timings),
+    "llama.cpp": Engine(
+        "b11434-1a2b3c4d",
+        "llama.cpp",
+        "llamacpp",
+        page=page_llama,
+        number=llama_number,
+        fakes_logprobs=True,
+        fingerprint="%s",
+        top=timings,
+    ),
+    "ik_llama.cpp": Engine(
+        "4321",
+        "llama.cpp",
+        "llamacpp",
+        page=page_ik_llama,
+        number=llama_number,
+        usage_every_chunk=True,
+        top=timings,
+    ),
     "mlx-vlm": Engine("0.5.0", top=timings),
-    "mlx-lm": Engine("0.32.2", "BaseHTTP/0.6 Python/3.12.4", reasoning=("reasoning",),
-                     fingerprint="%s-0.31.0-macOS-15.5-arm64-applegpu_g14s"),
-    "vllm": Engine("0.33.0", owned_by="vllm", reasoning=("reasoning",), chunk_per_step=True, finish_alone=False,
-                   check_model=True, page=page_vllm, open_paths="/(?!v1)", fingerprint="vllm-%s-0a1b2c3d",
-                   top=vllm_metrics),
-    "vllm-old": Engine("0.6.3", owned_by="vllm", chunk_per_step=True, finish_alone=False, check_model=True,
-                       page=page_vllm_old, open_paths="/(?!v1)"),
-    "sglang": Engine("0.5.23", owned_by="sglang", chunk_per_step=True, whole_chains=True, page=page_sglang,
-                     open_paths="/metrics|/health", top=sglang_extension, own_chunk=True),
-    "tensorrt-llm": Engine("1.3.0", owned_by="tensorrt_llm", reasoning=("reasoning_content", "reasoning"),
-                           chunk_per_step=True, finish_alone=False, strict=True, page=page_tensorrt,
-                           page_path="/prometheus/metrics", choice=tensorrt_choice),
-    "lmdeploy": Engine("0.18.0", owned_by="lmdeploy", chunk_per_step=True, whole_chains=True, check_model=True,
-                       page=page_lmdeploy),
-    "tgi": Engine("3.3.4", "", whole_chains=True, page=page_tgi, number=lambda v: "%.15g" % v, fingerprint="%s-native"),
+    "mlx-lm": Engine(
+        "0.32.2",
+        "BaseHTTP/0.6 Python/3.12.4",
+        reasoning=("reasoning",),
+        fingerprint="%s-0.31.0-macOS-15.5-arm64-applegpu_g14s",
+    ),
+    "vllm": Engine(
+        "0.33.0",
+        owned_by="vllm",
+        reasoning=("reasoning",),
+        chunk_per_step=True,
+        finish_alone=False,
+        check_model=True,
+        page=page_vllm,
+        open_paths="/(?!v1)",
+        fingerprint="vllm-%s-0a1b2c3d",
+        top=vllm_metrics,
+    ),
+    "vllm-old": Engine(
+        "0.6.3",
+        owned_by="vllm",
+        chunk_per_step=True,
+        finish_alone=False,
+        check_model=True,
+        page=page_vllm_old,
+        open_paths="/(?!v1)",
+    ),
+    "sglang": Engine(
+        "0.5.23",
+        owned_by="sglang",
+        chunk_per_step=True,
+        whole_chains=True,
+        page=page_sglang,
+        open_paths="/metrics|/health",
+        top=sglang_extension,
+        own_chunk=True,
+    ),
+    "tensorrt-llm": Engine(
+        "1.3.0",
+        owned_by="tensorrt_llm",
+        reasoning=("reasoning_content", "reasoning"),
+        chunk_per_step=True,
+        finish_alone=False,
+        strict=True,
+        page=page_tensorrt,
+        page_path="/prometheus/metrics",
+        choice=tensorrt_choice,
+    ),
+    "lmdeploy": Engine(
+        "0.18.0",
+        owned_by="lmdeploy",
+        chunk_per_step=True,
+        whole_chains=True,
+        check_model=True,
+        page=page_lmdeploy,
+    ),
+    "tgi": Engine(
+        "3.3.4",
+        "",
+        whole_chains=True,
+        page=page_tgi,
+        number=lambda v: "%.15g" % v,
+        fingerprint="%s-native",
+    ),
     "lm-studio": Engine("0.4.2", "", "organization_owner", top=lm_studio_stats),
-    "tabbyapi": Engine("1.6.5", owned_by="tabbyAPI", usage_chunk_has_choices=True, usage=tabby_usage),
+    "tabbyapi": Engine(
+        "1.6.5", owned_by="tabbyAPI", usage_chunk_has_choices=True, usage=tabby_usage
+    ),
     "koboldcpp": Engine("1.97.4", "ConcedoLlamaForKoboldServer", "koboldcpp"),
-    "ollama": Engine("0.14.1", "", "library", reasoning=("reasoning",), check_model=True, fingerprint="fp_ollama"),
+    "ollama": Engine(
+        "0.14.1", "", "library", reasoning=("reasoning",), check_model=True, fingerprint="fp_ollama"
+    ),
     "plain": Engine("", ""),
 }
 
-KNOWN_FIELDS = set("""model messages max_tokens max_completion_tokens temperature top_p seed stream stream_options stop
+KNOWN_FIELDS = set(
+    """model messages max_tokens max_completion_tokens temperature top_p seed stream stream_options stop
     n logprobs top_logprobs frequency_penalty presence_penalty logit_bias user response_format tools tool_choice
-    ignore_eos min_tokens top_k min_p chat_template_kwargs""".split())
+    ignore_eos min_tokens top_k min_p chat_template_kwargs""".split()
+)
 
 
 def engine_pages(server):
@@ -488,12 +704,25 @@ def engine_pages(server):
     c, context = server.shown(), server.context
     pages = {"/health": "" if name.startswith("vllm") else {"status": "ok"}}
     if name in ("llama.cpp", "ik_llama.cpp"):
-        pages["/props"] = {"default_generation_settings": {"n_ctx": context, "params": {"speculative.types": "none"}},
-                           "total_slots": 1, "model_alias": model, "model_path": "models/%s.gguf" % model}
+        pages["/props"] = {
+            "default_generation_settings": {
+                "n_ctx": context,
+                "params": {"speculative.types": "none"},
+            },
+            "total_slots": 1,
+            "model_alias": model,
+            "model_path": "models/%s.gguf" % model,
+        }
         if name == "llama.cpp":
             pages["/props"]["build_info"] = build
-            pages["/slots"] = [{"id": 0, "n_ctx": context, "speculative": bool(server.speculation),
-                                "is_processing": server.running > 0}]
+            pages["/slots"] = [
+                {
+                    "id": 0,
+                    "n_ctx": context,
+                    "speculative": bool(server.speculation),
+                    "is_processing": server.running > 0,
+                }
+            ]
     elif name in ("vllm", "vllm-old", "tensorrt-llm"):
         pages["/version"] = {"version": build}
         if name == "tensorrt-llm":
@@ -501,8 +730,13 @@ def engine_pages(server):
     elif name == "sglang":
         pages["/"] = "SGLang is running"
         pages["/server_info"] = pages["/get_server_info"] = {
-            "version": build, "model_path": model, "context_length": context,
-            "internal_states": [{"avg_spec_accept_length": c.mean_length}] if server.speculation else [{}]}
+            "version": build,
+            "model_path": model,
+            "context_length": context,
+            "internal_states": [{"avg_spec_accept_length": c.mean_length}]
+            if server.speculation
+            else [{}],
+        }
     elif name == "tgi":
         pages["/info"] = {"model_id": model, "version": build, "max_total_tokens": context}
     elif name == "ollama":
@@ -510,9 +744,14 @@ def engine_pages(server):
     elif name == "koboldcpp":
         last = server.given[-1] if server.given else Counts()
         pages["/api/extra/version"] = {"result": "KoboldCpp", "version": build}
-        pages["/api/extra/perf"] = {"last_token_count": last.tokens, "last_draft_success": last.accepted,
-                                    "last_draft_failed": last.mismatched, "total_gens": c.requests,
-                                    "queue": server.waiting, "idle": int(not server.running)}
+        pages["/api/extra/perf"] = {
+            "last_token_count": last.tokens,
+            "last_draft_success": last.accepted,
+            "last_draft_failed": last.mismatched,
+            "total_gens": c.requests,
+            "queue": server.waiting,
+            "idle": int(not server.running),
+        }
     return pages
 
 
@@ -525,13 +764,21 @@ def models_page(server):
         if server.engine in ("vllm", "vllm-old", "sglang"):
             entry.update(root=model, max_model_len=server.context)
         elif server.engine == "llama.cpp":
-            entry["meta"] = {"vocab_type": 2, "n_vocab": 49152, "n_ctx": server.context, "n_ctx_train": 8192,
-                             "n_embd": 576, "n_params": 134515008, "size": 89000000}
+            entry["meta"] = {
+                "vocab_type": 2,
+                "n_vocab": 49152,
+                "n_ctx": server.context,
+                "n_ctx_train": 8192,
+                "n_embd": 576,
+                "n_params": 134515008,
+                "size": 89000000,
+            }
         entries.append(entry)
     return {"object": "list", "data": entries}
 
 
 # ---- one answer ----
+
 
 class Answer:
     """The answer to one chat request: its steps, and the JSON that an engine makes of them."""
@@ -543,19 +790,29 @@ class Answer:
             nth = server.asked[self.prompt] = server.asked.get(self.prompt, -1) + 1
         answer = "" if fault == "empty" else server.text_for(self.prompt, nth)
         parts = answer if isinstance(answer, dict) else {"content": answer}
-        tokens = [(key, token) for key in ("reasoning", "content") for token in split_tokens(parts.get(key) or "")]
+        tokens = [
+            (key, token)
+            for key in ("reasoning", "content")
+            for token in split_tokens(parts.get(key) or "")
+        ]
         limit = body.get("max_tokens") or body.get("max_completion_tokens") or len(tokens) + 1
         self.finish = "length" if limit <= len(tokens) else "stop"
         speculation = server.speculation
-        self.speculation = speculation if speculation and (not speculation.only_with
-                                                           or body.get(speculation.only_with)) else None
+        self.speculation = (
+            speculation
+            if speculation and (not speculation.only_with or body.get(speculation.only_with))
+            else None
+        )
         self.steps = split_steps(tokens[:limit], self.speculation, self.kind.whole_chains)
         self.prompt_tokens = max(1, len(self.prompt.split()))
         self.cached = server.cached(self.prompt, nth) if callable(server.cached) else server.cached
         self.started = self.first_at = self.last_at = 0.0
         self.done_steps = 0
-        self.envelope = {"id": "chatcmpl-%d" % (len(server.given) + 1), "created": 1795988107,
-                         "model": body.get("model") or server.models[0]}
+        self.envelope = {
+            "id": "chatcmpl-%d" % (len(server.given) + 1),
+            "created": 1795988107,
+            "model": body.get("model") or server.models[0],
+        }
         if self.kind.fingerprint:
             self.envelope["system_fingerprint"] = self.kind.fingerprint.replace("%s", server.build)
 
@@ -563,7 +820,9 @@ class Answer:
         """Generate: yields each step once its time is over; after the last one the server has counted it all."""
         self.started = time.perf_counter()
         for number, step in enumerate(self.steps):
-            delay = self.server.token_delay_s * (self.speculation.step_cost if step.drafted else 1.0)
+            delay = self.server.token_delay_s * (
+                self.speculation.step_cost if step.drafted else 1.0
+            )
             self.server.sleep(delay if number else self.server.first_delay_s + delay)
             self.last_at = time.perf_counter()
             if not number:
@@ -575,9 +834,15 @@ class Answer:
 
     def counts(self):
         first_s, decode_s = self.clock()
-        done = self.steps[:self.done_steps]
-        counts = count_steps(done, self.speculation, prompt_tokens=self.prompt_tokens, prompt_s=first_s,
-                             decode_s=decode_s, ended_by_length=int(self.finish == "length"))
+        done = self.steps[: self.done_steps]
+        counts = count_steps(
+            done,
+            self.speculation,
+            prompt_tokens=self.prompt_tokens,
+            prompt_s=first_s,
+            decode_s=decode_s,
+            ended_by_length=int(self.finish == "length"),
+        )
         counts.streamed_tokens = counts.tokens if self.body.get("stream") else 0
         return counts
 
@@ -586,23 +851,31 @@ class Answer:
         claimed = self.server.claimed_step_s
         if claimed is None:
             return self.first_at - self.started, self.last_at - self.first_at
-        done = self.steps[1:self.done_steps]
-        return claimed, claimed * sum(self.speculation.step_cost if s.drafted else 1.0 for s in done)
+        done = self.steps[1 : self.done_steps]
+        return claimed, claimed * sum(
+            self.speculation.step_cost if s.drafted else 1.0 for s in done
+        )
 
     def added(self, which):
         return which(self, self.counts()) if self.server.details else {}
 
     def usage(self, tokens=None):
         tokens = tokens or self.counts().tokens
-        return dict({"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens,
-                     "total_tokens": self.prompt_tokens + tokens,
-                     "prompt_tokens_details": {"cached_tokens": self.cached}}, **self.added(self.kind.usage))
+        return dict(
+            {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": tokens,
+                "total_tokens": self.prompt_tokens + tokens,
+                "prompt_tokens_details": {"cached_tokens": self.cached},
+            },
+            **self.added(self.kind.usage),
+        )
 
     def text_fields(self, tokens):
         """{"content": ...} and the engine's name or names for the reasoning."""
         out = {}
         for key, token in tokens:
-            for name in (self.kind.reasoning if key == "reasoning" else ("content",)):
+            for name in self.kind.reasoning if key == "reasoning" else ("content",):
                 out[name] = out.get(name, "") + token
         return out
 
@@ -610,7 +883,9 @@ class Answer:
         """None, or the logprobs of these tokens, the first of which has index `first` in the answer."""
         if not self.body.get("logprobs"):
             return None
-        gaps = self.server.gaps(self.prompt) if callable(self.server.gaps) else self.server.gaps or {}
+        gaps = (
+            self.server.gaps(self.prompt) if callable(self.server.gaps) else self.server.gaps or {}
+        )
         listed = self.body.get("top_logprobs") or 0
         content = []
         for index, (_, token) in enumerate(tokens, first):
@@ -618,23 +893,37 @@ class Answer:
                 content.append(dict(logprob_entry(token, 0.0), top_logprobs=[]))
                 continue
             other, gap = gaps.get(index, (" instead", 5.0))
-            top = [(token, -2.25), (other, -2.25 - gap)] + [(" never%d" % i, -12.0 - i) for i in range(listed)]
+            top = [(token, -2.25), (other, -2.25 - gap)] + [
+                (" never%d" % i, -12.0 - i) for i in range(listed)
+            ]
             top = sorted(top, key=lambda pair: -pair[1])[:listed]
-            content.append(dict(logprob_entry(token, -2.25), top_logprobs=[logprob_entry(*pair) for pair in top]))
+            content.append(
+                dict(
+                    logprob_entry(token, -2.25), top_logprobs=[logprob_entry(*pair) for pair in top]
+                )
+            )
         return {"content": content}
 
     def plain(self):
         """The whole answer as one JSON object."""
         logprobs, index = [], 0
         for number, step in enumerate(self.run()):
-            logprobs += (self.logprobs(index, step.tokens, number > 0 and step.drafted) or {"content": []})["content"]
+            logprobs += (
+                self.logprobs(index, step.tokens, number > 0 and step.drafted) or {"content": []}
+            )["content"]
             index += len(step.tokens)
-        message = dict({"role": "assistant", "content": None},
-                       **self.text_fields([token for step in self.steps for token in step.tokens]))
+        message = dict(
+            {"role": "assistant", "content": None},
+            **self.text_fields([token for step in self.steps for token in step.tokens]),
+        )
         if not index:
             message["content"] = ""
-        choice = {"index": 0, "message": message, "finish_reason": self.finish,
-                  "logprobs": {"content": logprobs} if self.body.get("logprobs") else None}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": self.finish,
+            "logprobs": {"content": logprobs} if self.body.get("logprobs") else None,
+        }
         choice.update(self.added(self.kind.choice))
         out = dict(self.envelope, object="chat.completion", choices=[choice])
         if self.server.usage:
@@ -647,16 +936,30 @@ class Answer:
     def text_chunks(self):
         """The chunks that hold text; where the engine says so, the last one holds the finish_reason."""
         options, index = self.body.get("stream_options") or {}, 0
-        usage_each = self.server.usage and (self.kind.usage_every_chunk or options.get("continuous_usage_stats"))
+        usage_each = self.server.usage and (
+            self.kind.usage_every_chunk or options.get("continuous_usage_stats")
+        )
         for number, step in enumerate(self.run()):
-            groups = [step.tokens] if self.kind.chunk_per_step else [[token] for token in step.tokens]
+            groups = (
+                [step.tokens] if self.kind.chunk_per_step else [[token] for token in step.tokens]
+            )
             for tokens in groups:
-                choice = {"index": 0, "delta": self.text_fields(tokens), "finish_reason": None,
-                          "logprobs": self.logprobs(index, tokens, number > 0 and step.drafted)}
+                choice = {
+                    "index": 0,
+                    "delta": self.text_fields(tokens),
+                    "finish_reason": None,
+                    "logprobs": self.logprobs(index, tokens, number > 0 and step.drafted),
+                }
                 index += len(tokens)
                 if self.body.get("return_token_ids"):
-                    choice["token_ids"] = [int(hashlib.sha256(t.encode()).hexdigest()[:4], 16) for _, t in tokens]
-                if not self.kind.finish_alone and self.done_steps == len(self.steps) and tokens is groups[-1]:
+                    choice["token_ids"] = [
+                        int(hashlib.sha256(t.encode()).hexdigest()[:4], 16) for _, t in tokens
+                    ]
+                if (
+                    not self.kind.finish_alone
+                    and self.done_steps == len(self.steps)
+                    and tokens is groups[-1]
+                ):
                     choice.update(finish_reason=self.finish, **self.added(self.kind.choice))
                 more = {"usage": self.usage(index)} if usage_each else {}
                 if self.body.get("timings_per_token") and self.kind.top is timings:
@@ -665,9 +968,19 @@ class Answer:
 
     def chunks(self):
         nothing_yet = None if self.kind.server == "llama.cpp" else ""
-        yield self.chunk([{"index": 0, "delta": {"role": "assistant", "content": nothing_yet}, "finish_reason": None}])
+        yield self.chunk(
+            [
+                {
+                    "index": 0,
+                    "delta": {"role": "assistant", "content": nothing_yet},
+                    "finish_reason": None,
+                }
+            ]
+        )
         yield from self.text_chunks()
-        wants_usage = self.server.usage and bool((self.body.get("stream_options") or {}).get("include_usage"))
+        wants_usage = self.server.usage and bool(
+            (self.body.get("stream_options") or {}).get("include_usage")
+        )
         top = self.added(self.kind.top)
         finish = {"index": 0, "delta": {}, "finish_reason": self.finish}
         if self.kind.finish_alone:
@@ -677,24 +990,36 @@ class Answer:
         if self.kind.own_chunk and top:
             yield self.chunk([], **top)
         if wants_usage:
-            yield self.chunk([finish] if self.kind.usage_chunk_has_choices else [], usage=self.usage(),
-                             **({} if self.kind.own_chunk else top))
+            yield self.chunk(
+                [finish] if self.kind.usage_chunk_has_choices else [],
+                usage=self.usage(),
+                **({} if self.kind.own_chunk else top),
+            )
 
 
 def logprob_entry(token, logprob):
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "surrogatepass"))}
+    return {
+        "token": token,
+        "logprob": logprob,
+        "bytes": list(token.encode("utf-8", "surrogatepass")),
+    }
 
 
 def text_of(message):
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return (
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    )
 
 
 def to_json(value):
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 # ---- HTTP ----
+
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -716,20 +1041,31 @@ class Handler(BaseHTTPRequestHandler):
             self.body = json.loads(raw) if raw else None
         except ValueError:
             self.body = None
-        self.fake.requests.append({"method": self.command, "path": self.path, "body": self.body,
-                                   "headers": {k.lower(): v for k, v in self.headers.items()},
-                                   "at": time.perf_counter()})
+        self.fake.requests.append(
+            {
+                "method": self.command,
+                "path": self.path,
+                "body": self.body,
+                "headers": {k.lower(): v for k, v in self.headers.items()},
+                "at": time.perf_counter(),
+            }
+        )
         self.bare_path = urllib.parse.urlsplit(self.path).path
         key = self.fake.api_key
-        if (key and self.headers.get("Authorization") != "Bearer " + key
-                and not re.match(self.fake.kind.open_paths, self.bare_path)):
+        if (
+            key
+            and self.headers.get("Authorization") != "Bearer " + key
+            and not re.match(self.fake.kind.open_paths, self.bare_path)
+        ):
             self.error(401, "Invalid API Key")
         else:
             respond()
 
     def get(self):
         fake, path = self.fake, self.bare_path
-        if path not in fake.page_faults or not self.misbehave(fake.next_fault(path, fake.page_faults[path])):
+        if path not in fake.page_faults or not self.misbehave(
+            fake.next_fault(path, fake.page_faults[path])
+        ):
             pages = dict(engine_pages(fake), **{"/v1/models": models_page(fake)})
             pages.update(fake.pages)
             if fake.kind.page and path == fake.kind.page_path and path not in fake.pages:
@@ -748,7 +1084,11 @@ class Handler(BaseHTTPRequestHandler):
             status = fake.metrics or (501 if fake.engine == "llama.cpp" else 404)
             return self.error(status, "This server does not support metrics endpoint.")
         text = render(fake.kind.page(fake, fake.read_counters()), fake.kind.number).encode()
-        start = {"Process-Start-Time-Unix": str(int(fake.started * 1e6) % 10**12)} if fake.engine == "llama.cpp" else {}
+        start = (
+            {"Process-Start-Time-Unix": str(int(fake.started * 1e6) % 10**12)}
+            if fake.engine == "llama.cpp"
+            else {}
+        )
         self.send(200, "text/plain; version=0.0.4; charset=utf-8", text, start)
 
     def post(self):
@@ -777,19 +1117,28 @@ class Handler(BaseHTTPRequestHandler):
             data = re.sub(rb'"(finish_reason)":"\w+"', rb'"\1":null', data)
         half = fault in ("stall", "close-mid-body")
         self.send_head(200, "application/json", {"Content-Length": str(len(data))})
-        self.wfile.write(data[:len(data) // 2] if half else data)
+        self.wfile.write(data[: len(data) // 2] if half else data)
         if fault == "stall":
             self.idle()
         self.close_connection = half or self.close_connection
 
     def stream(self, answer, fault):
-        self.send_head(200, "text/event-stream", {"Transfer-Encoding": "chunked", "Cache-Control": "no-cache"})
+        self.send_head(
+            200, "text/event-stream", {"Transfer-Encoding": "chunked", "Cache-Control": "no-cache"}
+        )
         self.close_connection = True
         chunks = answer.text_chunks() if fault == "no-finish" else answer.chunks()
         if fault in ("stall", "close-mid-body", "error-in-stream"):
-            half = answer.steps[:len(answer.steps) // 2]
-            chunks = itertools.islice(chunks, 1 + (len(half) if answer.kind.chunk_per_step
-                                                   else sum(len(step.tokens) for step in half)))
+            half = answer.steps[: len(answer.steps) // 2]
+            chunks = itertools.islice(
+                chunks,
+                1
+                + (
+                    len(half)
+                    if answer.kind.chunk_per_step
+                    else sum(len(step.tokens) for step in half)
+                ),
+            )
         for number, chunk in enumerate(chunks):
             if fault == "no-finish":
                 chunk["choices"][0]["finish_reason"] = None
@@ -802,7 +1151,9 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "close-mid-body":
             return self.write_chunk(b'data: {"id":"x","choices":[{"index":0,"del')
         if fault == "error-in-stream":
-            self.event(to_json({"error": {"message": "the engine failed while it generated", "code": 500}}))
+            self.event(
+                to_json({"error": {"message": "the engine failed while it generated", "code": 500}})
+            )
         if fault not in ("no-finish", "no-done"):
             self.event(b"[DONE]")
         self.wfile.write(b"0\r\n\r\n")
@@ -830,7 +1181,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def send(self, status, content_type, data, headers=None):
-        self.send_head(status, content_type, dict(headers or {}, **{"Content-Length": str(len(data))}))
+        self.send_head(
+            status, content_type, dict(headers or {}, **{"Content-Length": str(len(data))})
+        )
         self.wfile.write(data)
 
     def error(self, status, message, headers=None):
@@ -854,12 +1207,24 @@ class Handler(BaseHTTPRequestHandler):
         elif fault == "dribble-headers":
             self.dribble()
         elif fault == "redirect":
-            self.error(307, "moved", {"Location": self.fake.redirect_to or self.fake.root + "/elsewhere"})
+            self.error(
+                307, "moved", {"Location": self.fake.redirect_to or self.fake.root + "/elsewhere"}
+            )
         elif fault == "echo-key-error":
-            self.error(400, "cannot read header Authorization: %s" % self.headers.get("Authorization"))
+            self.error(
+                400, "cannot read header Authorization: %s" % self.headers.get("Authorization")
+            )
         elif fault and fault[:3].isdigit():
-            wait = {"Retry-After": str(self.fake.retry_after_s)} if fault.endswith("-retry-after") else {}
-            self.error(int(fault[:3]), "Loading model" if fault[:3] == "503" else "fault " + fault[:3], wait)
+            wait = (
+                {"Retry-After": str(self.fake.retry_after_s)}
+                if fault.endswith("-retry-after")
+                else {}
+            )
+            self.error(
+                int(fault[:3]),
+                "Loading model" if fault[:3] == "503" else "fault " + fault[:3],
+                wait,
+            )
         else:
             return False
         return True
@@ -874,7 +1239,9 @@ class Handler(BaseHTTPRequestHandler):
     def huge_body(self):
         streaming = isinstance(self.body, dict) and bool(self.body.get("stream"))
         head = b'{"choices":[{"index":0,"%s":{"content":"' % (b"delta" if streaming else b"message")
-        self.send_head(200, "text/event-stream" if streaming else "application/json", {"Connection": "close"})
+        self.send_head(
+            200, "text/event-stream" if streaming else "application/json", {"Connection": "close"}
+        )
         self.close_connection = True
         self.wfile.write(b"data: " * streaming + head)
         piece = b"x" * 65536
@@ -894,12 +1261,14 @@ class LoopbackServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def server_bind(self):      # without the name look-up of HTTPServer, which can take seconds
+    def server_bind(self):  # without the name look-up of HTTPServer, which can take seconds
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
     def handle_error(self, request, client_address):
-        if not isinstance(sys.exc_info()[1], OSError):      # a client that goes away is part of many tests
+        if not isinstance(
+            sys.exc_info()[1], OSError
+        ):  # a client that goes away is part of many tests
             super().handle_error(request, client_address)
 
 
@@ -916,7 +1285,9 @@ class Loopback:
         self.root = "http://127.0.0.1:%d" % self.port
         self.url = self.root + "/v1"
 
-    chats = property(lambda self: [r for r in self.requests if r["path"].endswith("/chat/completions")])
+    chats = property(
+        lambda self: [r for r in self.requests if r["path"].endswith("/chat/completions")]
+    )
 
     def __enter__(self):
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
@@ -931,11 +1302,41 @@ class Loopback:
 class FakeServer(Loopback):
     """One engine; see the top of this file for all options."""
 
-    def __init__(self, engine="vllm", *, answers=None, words=32, speculation=None, model="fake-model", models=None,
-                 check_model=None, build=None, context=4096, api_key=None, metrics=True, usage=True, details=True,
-                 cached=0, strict=None, reject=None, gaps=None, foreign=0, busy=(0, 0), lag_reads=0,
-                 counted_before=None, pages=None, faults=(), repeat_fault=False, page_faults=None, redirect_to=None,
-                 retry_after_s=0, token_delay_s=0.0, first_delay_s=0.0, claimed_step_s=None, slots=None):
+    def __init__(
+        self,
+        engine="vllm",
+        *,
+        answers=None,
+        words=32,
+        speculation=None,
+        model="fake-model",
+        models=None,
+        check_model=None,
+        build=None,
+        context=4096,
+        api_key=None,
+        metrics=True,
+        usage=True,
+        details=True,
+        cached=0,
+        strict=None,
+        reject=None,
+        gaps=None,
+        foreign=0,
+        busy=(0, 0),
+        lag_reads=0,
+        counted_before=None,
+        pages=None,
+        faults=(),
+        repeat_fault=False,
+        page_faults=None,
+        redirect_to=None,
+        retry_after_s=0,
+        token_delay_s=0.0,
+        first_delay_s=0.0,
+        claimed_step_s=None,
+        slots=None,
+    ):
         super().__init__(Handler)
         self.engine, self.kind = engine, ENGINES[engine]
         self.answers, self.words, self.speculation = answers, words, speculation
@@ -947,16 +1348,28 @@ class FakeServer(Loopback):
         self.strict = self.kind.strict if strict is None else strict
         self.reject, self.gaps, self.foreign, self.busy = reject or {}, gaps, foreign, busy
         self.lag_reads, self.pages = lag_reads, dict(pages or {})
-        self.faults, self.repeat_fault, self.page_faults = list(faults), repeat_fault, dict(page_faults or {})
+        self.faults, self.repeat_fault, self.page_faults = (
+            list(faults),
+            repeat_fault,
+            dict(page_faults or {}),
+        )
         self.redirect_to, self.retry_after_s = redirect_to, retry_after_s
-        self.token_delay_s, self.first_delay_s, self.claimed_step_s = token_delay_s, first_delay_s, claimed_step_s
+        self.token_delay_s, self.first_delay_s, self.claimed_step_s = (
+            token_delay_s,
+            first_delay_s,
+            claimed_step_s,
+        )
         self.slots = threading.Semaphore(slots) if slots else None
-        self.counters = no_counts(speculation) + (counted_before or Counts())   # what the page shows, if it lags not
-        self.given = []                 # Counts of each client answer, in order
-        self.asked = {}                 # prompt -> how often it was asked, from 0
-        self.started = 1795988029.25 + next(_STARTS)  # of the process, in epoch seconds; no two servers share it
+        self.counters = no_counts(speculation) + (
+            counted_before or Counts()
+        )  # what the page shows, if it lags not
+        self.given = []  # Counts of each client answer, in order
+        self.asked = {}  # prompt -> how often it was asked, from 0
+        self.started = 1795988029.25 + next(
+            _STARTS
+        )  # of the process, in epoch seconds; no two servers share it
         self.huge_sent = 0
-        self._met = {}                  # faults met, by where
+        self._met = {}  # faults met, by where
         self._inside, self._queued = set(), 0
         self._old, self._old_reads, self._drained = None, 0, 0
 
@@ -973,7 +1386,12 @@ class FakeServer(Loopback):
     def restart(self):
         """A new process: counters at zero, another start time."""
         with self.lock:
-            self.counters, self._old, self._old_reads, self._drained = no_counts(self.speculation), None, 0, 0
+            self.counters, self._old, self._old_reads, self._drained = (
+                no_counts(self.speculation),
+                None,
+                0,
+                0,
+            )
             self.started += 1000
 
     def text_for(self, prompt, nth):
@@ -991,7 +1409,10 @@ class FakeServer(Loopback):
         with self.lock:
             self._inside.discard(answer)
             if self.lag_reads:
-                self._old, self._old_reads = self._old if self._old_reads else self.counters, self.lag_reads
+                self._old, self._old_reads = (
+                    self._old if self._old_reads else self.counters,
+                    self.lag_reads,
+                )
             self.counters += counts
             self.given.append(counts)
             if self.foreign:
@@ -1010,7 +1431,9 @@ class FakeServer(Loopback):
         """TensorRT-LLM's /metrics: JSON, and gone once read."""
         with self.lock:
             new, self._drained = self.counters.steps - self._drained, self.counters.steps
-        return [{"iter": i, "specDecodingStats": {"numRequestsWithDraftTokens": 1}} for i in range(new)]
+        return [
+            {"iter": i, "specDecodingStats": {"numRequestsWithDraftTokens": 1}} for i in range(new)
+        ]
 
     def next_fault(self, where, faults):
         with self.lock:
@@ -1058,6 +1481,7 @@ class FakeServer(Loopback):
 
 # ---- recorded answers ----
 
+
 class ReplayHandler(socketserver.StreamRequestHandler):
     def handle(self):
         head = []
@@ -1068,20 +1492,32 @@ class ReplayHandler(socketserver.StreamRequestHandler):
         if not head:
             return
         method, path = head[0].split(" ")[:2]
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+        headers = {
+            name.strip().lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in head[1:])
+        }
         raw = self.rfile.read(int(headers.get("content-length") or 0))
         try:
             body = json.loads(raw) if raw else None
         except ValueError:
             body = raw.decode("utf-8", "replace")
         fake = self.server.fake
-        fake.requests.append({"method": method, "path": path, "headers": headers, "body": body,
-                              "at": time.perf_counter()})
+        fake.requests.append(
+            {
+                "method": method,
+                "path": path,
+                "headers": headers,
+                "body": body,
+                "at": time.perf_counter(),
+            }
+        )
         entry = fake.next_entry(method, path)
         if entry is None:
             lost = b'{"error":{"message":"no such page","code":404}}'
-            return self.wfile.write(b"HTTP/1.1 404 Not Found\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                                    b"Content-Length: %d\r\n\r\n%s" % (len(lost), lost))
+            return self.wfile.write(
+                b"HTTP/1.1 404 Not Found\r\nContent-Type: application/json\r\nConnection: close\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(lost), lost)
+            )
         data, start = (fake.folder / entry["file"]).read_bytes(), 0
         for end in list(entry.get("split", ())) + [len(data)]:
             if start:
@@ -1101,7 +1537,11 @@ class ReplayServer(Loopback):
     def __init__(self, routes, folder):
         super().__init__(ReplayHandler)
         self.folder = pathlib.Path(folder)
-        self.routes = json.loads((self.folder / routes).read_text("utf-8")) if isinstance(routes, str) else list(routes)
+        self.routes = (
+            json.loads((self.folder / routes).read_text("utf-8"))
+            if isinstance(routes, str)
+            else list(routes)
+        )
         self._seen = {}
 
     def next_entry(self, method, path):

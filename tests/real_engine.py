@@ -74,7 +74,9 @@ def _made_once(source, variant, write):
     folder = os.path.join(tempfile.gettempdir(), f"measure-speculative-models-{os.getuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     stem = os.path.splitext(os.path.basename(source))[0]
-    target = os.path.join(folder, f"{stem}.{os.path.getsize(source)}.{variant}.v{CACHE_VERSION}.gguf")
+    target = os.path.join(
+        folder, f"{stem}.{os.path.getsize(source)}.{variant}.v{CACHE_VERSION}.gguf"
+    )
     if not os.path.exists(target):
         # Two test runs may write at once: each writes a file of its own, and the last rename wins.
         part = f"{target}.{os.getpid()}.part"
@@ -162,8 +164,22 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(*, model=None, draft=None, kind=None, n_max=None, size_n=None, size_m=None, n_match=None,
-           synth_rates=None, n_parallel=1, n_ctx=4096, threads=1, port=0, api_key=None):
+def server(
+    *,
+    model=None,
+    draft=None,
+    kind=None,
+    n_max=None,
+    size_n=None,
+    size_m=None,
+    n_match=None,
+    synth_rates=None,
+    n_parallel=1,
+    n_ctx=4096,
+    threads=1,
+    port=0,
+    api_key=None,
+):
     """Run one llama.cpp server in a process of its own for the length of a `with` block.
 
     model        model file (default: model_file())
@@ -199,19 +215,25 @@ def _start(options, log_path):
     command = [sys.executable, os.path.abspath(__file__), json.dumps(options)]
     with open(log_path, "wb") as log:
         # A pipe of its own per server, inherited by nobody else, so that its end of file is reliable.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+        )
     timer = threading.Timer(START_TIMEOUT_S, process.kill)
     timer.start()
     try:
         line = process.stdout.readline()  # empty when the process has ended, or was killed above
     finally:
         timer.cancel()
-    running = Server(line.decode().strip() or "http://127.0.0.1:0", process, log_path, options["api_key"])
+    running = Server(
+        line.decode().strip() or "http://127.0.0.1:0", process, log_path, options["api_key"]
+    )
     if not line:
         running.stop()
         with open(log_path, encoding="utf-8", errors="replace") as log:
             tail = "".join(log.readlines()[-15:])
-        raise EngineError(f"the server ended with status {process.returncode} before it was ready:\n{tail}")
+        raise EngineError(
+            f"the server ended with status {process.returncode} before it was ready:\n{tail}"
+        )
     return running
 
 

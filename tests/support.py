@@ -36,8 +36,8 @@ class Outcome(NamedTuple):
     code: int
     out: str
     err: str
-    records: list       # the JSON lines of labbook.md, in order
-    files: dict         # name: bytes of every file in the folder afterwards
+    records: list  # the JSON lines of labbook.md, in order
+    files: dict  # name: bytes of every file in the folder afterwards
 
     def comparison(self):
         """The only comparison record."""
@@ -46,7 +46,9 @@ class Outcome(NamedTuple):
 
     def endpoint(self, arm="baseline"):
         """The only endpoint record of an arm."""
-        (record,) = [r for r in self.records if r["kind"] == "endpoint" and r["label"].endswith("/" + arm)]
+        (record,) = [
+            r for r in self.records if r["kind"] == "endpoint" and r["label"].endswith("/" + arm)
+        ]
         return record
 
 
@@ -81,7 +83,7 @@ def run_main(*argv, files=None, prompts=None, env=None, terminal=False):
         left = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         records = []
         for line in left.get("labbook.md", b"").splitlines():
-            with contextlib.suppress(ValueError):       # a damaged line may be there on purpose
+            with contextlib.suppress(ValueError):  # a damaged line may be there on purpose
                 records += [json.loads(line)] if line.startswith(b"{") else []
         return Outcome(code, out.getvalue(), err.getvalue(), records, left)
 
@@ -95,22 +97,35 @@ def measure(baseline, candidate, *flags, **options):
 
 # ---- answers in raw bytes ----
 
+
 def http(body, kind="application/json", status="200 OK"):
-    return b"HTTP/1.1 %s\r\nContent-Type: %s\r\nConnection: close\r\n\r\n%s" % (status.encode(), kind.encode(), body)
+    return b"HTTP/1.1 %s\r\nContent-Type: %s\r\nConnection: close\r\n\r\n%s" % (
+        status.encode(),
+        kind.encode(),
+        body,
+    )
 
 
 def stream(*extra, texts=("one two", " three"), usage=3):
     """A streamed answer in OpenAI's format with these raw JSON objects as further events."""
     events = [json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in texts]
-    events += [json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}), *extra,
-               json.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": usage}}), "[DONE]"]
+    events += [
+        json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}),
+        *extra,
+        json.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": usage}}),
+        "[DONE]",
+    ]
     return b"".join(b"data: %s\n\n" % event.encode() for event in events)
 
 
 def plain(*fields, text="one two three", usage=3):
     """A plain answer with these raw `"name": value` beside its own."""
-    own = json.dumps({"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}],
-                      "usage": {"prompt_tokens": 5, "completion_tokens": usage}})
+    own = json.dumps(
+        {
+            "choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 5, "completion_tokens": usage},
+        }
+    )
     return (own[:-1] + "".join(", " + each for each in fields) + "}").encode()
 
 
@@ -119,21 +134,38 @@ def canned(raw, **entry):
     """A server whose every answer is these bytes."""
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "chat").write_bytes(raw)
-        with ReplayServer([dict({"method": "POST", "path": "/v1/chat/completions", "file": "chat"}, **entry)], folder) as server:
+        with ReplayServer(
+            [dict({"method": "POST", "path": "/v1/chat/completions", "file": "chat"}, **entry)],
+            folder,
+        ) as server:
             yield server
 
 
 def measure_canned(baseline, candidate, *flags, **options):
     """Measure two servers of canned answers."""
     with canned(baseline) as a, canned(candidate) as b:
-        return measure(a, b, "--model", "m", "--warmup", "0", *flags, **dict({"prompts": ["one", "two"]}, **options))
+        return measure(
+            a,
+            b,
+            "--model",
+            "m",
+            "--warmup",
+            "0",
+            *flags,
+            **dict({"prompts": ["one", "two"]}, **options),
+        )
 
 
 # ---- the program as users start it ----
 
+
 def strict(data):
     """The JSON lines of a notebook or run file; ValueError for NaN and Infinity."""
-    return [json.loads(line, parse_constant=float.fromhex) for line in data.splitlines() if line.startswith(b"{")]
+    return [
+        json.loads(line, parse_constant=float.fromhex)
+        for line in data.splitlines()
+        if line.startswith(b"{")
+    ]
 
 
 class Program:
@@ -166,6 +198,7 @@ class Program:
 
 # ---- run files with planted figures ----
 
+
 @functools.cache
 def _real_lines():
     """One line of each kind from a real run file: what planted runs are made of."""
@@ -179,18 +212,39 @@ def answer(tokens, seconds, drafted=None, accepted=None, content="the same text"
     timings = {"predicted_n": tokens, "predicted_ms": 1000 * seconds}
     if drafted is not None:
         timings.update(draft_n=drafted, draft_n_accepted=accepted)
-    return dict({"content": content, "latency_s": seconds, "ttft_s": None, "decode_s": seconds, "decode_tokens": tokens - 1,
-                 "decode_source": "timings", "completion_tokens": tokens, "statistics": {"timings": timings},
-                 "timings": timings}, **fields)
+    return dict(
+        {
+            "content": content,
+            "latency_s": seconds,
+            "ttft_s": None,
+            "decode_s": seconds,
+            "decode_tokens": tokens - 1,
+            "decode_source": "timings",
+            "completion_tokens": tokens,
+            "statistics": {"timings": timings},
+            "timings": timings,
+        },
+        **fields,
+    )
 
 
 def saved_run(arm, answers, workloads=None, request=(), end=True, **conditions):
     """A run file of one arm: answers[i] lists the repeats of prompt i, each an `answer` or the text of an error."""
     real = _real_lines()
     workloads = workloads or ["work"] * len(answers)
-    prompts = [{"id": "p%d" % i, "workload": name, "sha256": "%016x" % i} for i, name in enumerate(workloads)]
-    header = dict(real["run"], arm=arm, run_id="run-" + arm, prompts=prompts, repeats=max(map(len, answers)), findings=[],
-                  **conditions)
+    prompts = [
+        {"id": "p%d" % i, "workload": name, "sha256": "%016x" % i}
+        for i, name in enumerate(workloads)
+    ]
+    header = dict(
+        real["run"],
+        arm=arm,
+        run_id="run-" + arm,
+        prompts=prompts,
+        repeats=max(map(len, answers)),
+        findings=[],
+        **conditions,
+    )
     header["request"] = dict(header["request"], **dict(request))
     lines = [header]
     for repeat in range(header["repeats"]):
@@ -198,8 +252,18 @@ def saved_run(arm, answers, workloads=None, request=(), end=True, **conditions):
             if repeat < len(repeats):
                 fields = repeats[repeat]
                 fields = {"error": fields} if isinstance(fields, str) else dict(fields, error=None)
-                lines.append(dict(real["reading"], arm=arm, prompt_index=i, prompt_id="p%d" % i, workload=workloads[i],
-                                  repeat=repeat, place=0, **fields))
+                lines.append(
+                    dict(
+                        real["reading"],
+                        arm=arm,
+                        prompt_index=i,
+                        prompt_id="p%d" % i,
+                        workload=workloads[i],
+                        repeat=repeat,
+                        place=0,
+                        **fields,
+                    )
+                )
     lines += [dict(real["end"], arm=arm)] if end else []
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
@@ -216,7 +280,9 @@ class Bounds:
         self.broken = []
 
     def hold(self, what, seen, words, well):
-        print("%s %s: %.4g (bound: %s)" % ("ok  " if well else "FAIL", what, seen, words), flush=True)
+        print(
+            "%s %s: %.4g (bound: %s)" % ("ok  " if well else "FAIL", what, seen, words), flush=True
+        )
         if not well:
             self.broken.append(what)
 
@@ -227,5 +293,8 @@ class Bounds:
         self.hold(what, seen, "at least %g" % limit, seen >= limit)
 
     def exit_code(self):
-        print("%d bounds broken%s" % (len(self.broken), "".join("\n  " + what for what in self.broken)))
+        print(
+            "%d bounds broken%s"
+            % (len(self.broken), "".join("\n  " + what for what in self.broken))
+        )
         return 1 if self.broken else 0

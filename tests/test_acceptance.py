@@ -20,7 +20,9 @@ PATTERN = Speculation(4, (4, 2, 0))
 
 
 def snapshot(engine, when):
-    return ms.snapshot_of((RECORDED / ("%s.%s.txt" % (engine, when))).read_text("utf-8"), email.message.Message(), "m")
+    return ms.snapshot_of(
+        (RECORDED / ("%s.%s.txt" % (engine, when))).read_text("utf-8"), email.message.Message(), "m"
+    )
 
 
 def plain_body(name):
@@ -38,20 +40,31 @@ def solved_alpha(accepted_per_step, k):
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle ** i for i in range(1, k + 1)) < accepted_per_step else (low, middle)
+        low, high = (
+            (middle, high)
+            if sum(middle**i for i in range(1, k + 1)) < accepted_per_step
+            else (low, middle)
+        )
     return low
 
 
 def raw_answer(body):
-    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n" + json.dumps(body).encode()
+    return (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+        + json.dumps(body).encode()
+    )
 
 
 @contextlib.contextmanager
 def answering(data):
     """A server that gives one recorded answer (raw HTTP bytes, or JSON) to every chat request."""
     with tempfile.TemporaryDirectory() as folder:
-        (pathlib.Path(folder) / "chat.http").write_bytes(data if isinstance(data, bytes) else raw_answer(data))
-        with ReplayServer([{"method": "POST", "path": "/v1/chat/completions", "file": "chat.http"}], folder) as server:
+        (pathlib.Path(folder) / "chat.http").write_bytes(
+            data if isinstance(data, bytes) else raw_answer(data)
+        )
+        with ReplayServer(
+            [{"method": "POST", "path": "/v1/chat/completions", "file": "chat.http"}], folder
+        ) as server:
             yield server
 
 
@@ -79,7 +92,9 @@ class Recorded(unittest.TestCase):
                 self.assertIsNone(told.get(name), name)
             else:
                 self.assertAlmostEqual(want[name], told[name], 9, name)
-        self.assertEqual(want["per_position"], list(found.per_position) if found and found.per_position else None)
+        self.assertEqual(
+            want["per_position"], list(found.per_position) if found and found.per_position else None
+        )
         if want["alpha"] is not None:
             self.assertAlmostEqual(want["alpha"], told["alpha"], 9)
         return told
@@ -105,7 +120,9 @@ class Recorded(unittest.TestCase):
         perf = json.loads((RECORDED / "koboldcpp.perf.json").read_text("utf-8"))
         found = ms.acceptance_of_answer({"perf": perf})
         told = self.check(EXPECTED["koboldcpp"]["perf"], found)
-        self.assertAlmostEqual(18 / (18 + 6), told["alpha"], msg="6 rounds ended in a rejection: the tested ones")
+        self.assertAlmostEqual(
+            18 / (18 + 6), told["alpha"], msg="6 rounds ended in a rejection: the tested ones"
+        )
 
     def test_alpha_without_positions_solves_the_chain_formula_where_the_chain_is_fixed(self):
         for engine, part, accepted_per_step, chain in (
@@ -118,7 +135,9 @@ class Recorded(unittest.TestCase):
             with self.subTest(engine):
                 want = EXPECTED[engine][part]
                 if part == "page":
-                    growth = ms.counter_growth(snapshot(engine, "before"), snapshot(engine, "after"))
+                    growth = ms.counter_growth(
+                        snapshot(engine, "before"), snapshot(engine, "after")
+                    )
                     found = ms.acceptance_of_counters(growth, want["answers"])
                 else:
                     found = ms.acceptance_of_answer(answer_of(plain_body(engine)).statistics)
@@ -127,8 +146,16 @@ class Recorded(unittest.TestCase):
                 self.assertNotAlmostEqual(found.accepted / found.drafted, alpha, 2)
 
     def test_alpha_is_null_where_drafts_vary_in_length_and_positions_are_unknown(self):
-        self.assertIsNone(ms.survival(of_answers(ms.acceptance_of_answer(answer_of(plain_body("ik_llama.cpp")).statistics), 33, 1)))
-        self.assertIsNone(ms.survival(of_answers(ms.Acceptance("timings", None, 1717, 1093), 1793, 1)))
+        self.assertIsNone(
+            ms.survival(
+                of_answers(
+                    ms.acceptance_of_answer(answer_of(plain_body("ik_llama.cpp")).statistics), 33, 1
+                )
+            )
+        )
+        self.assertIsNone(
+            ms.survival(of_answers(ms.Acceptance("timings", None, 1717, 1093), 1793, 1))
+        )
 
 
 class Shapes(unittest.TestCase):
@@ -136,10 +163,14 @@ class Shapes(unittest.TestCase):
 
     def test_sources_are_told_apart_by_shape_and_do_not_take_each_other_s(self):
         bodies = {engine: answer_of(plain_body(engine)).statistics for engine in EXPECTED}
-        bodies["koboldcpp"] = {"perf": json.loads((RECORDED / "koboldcpp.perf.json").read_text("utf-8"))}
+        bodies["koboldcpp"] = {
+            "perf": json.loads((RECORDED / "koboldcpp.perf.json").read_text("utf-8"))
+        }
         for engine, statistics in bodies.items():
             with self.subTest(engine):
-                self.assertLessEqual(sum(source(statistics) is not None for source in ms.ANSWER_SOURCES), 1)
+                self.assertLessEqual(
+                    sum(source(statistics) is not None for source in ms.ANSWER_SOURCES), 1
+                )
 
     def test_damaged_fields_are_unknown_and_never_an_exception(self):
         for bad in (None, "12", -1, 1.5, True, [], {}, math.nan, math.inf, 1e300):
@@ -147,110 +178,210 @@ class Shapes(unittest.TestCase):
                 {"timings": {"draft_n": bad, "draft_n_accepted": 3}},
                 {"timings": bad},
                 {"metrics": {"speculative_decoding": bad}},
-                {"sglext": bad}, {"sglext": {"spec_tokens_details": bad}}, {"meta_info": bad}, {"choice": bad}, {"stats": bad},
+                {"sglext": bad},
+                {"sglext": {"spec_tokens_details": bad}},
+                {"meta_info": bad},
+                {"choice": bad},
+                {"stats": bad},
                 {"stats": {"accepted_draft_tokens_count": bad, "rejected_draft_tokens_count": 1}},
-                {"usage_details": {"accepted_prediction_tokens": bad, "rejected_prediction_tokens": 1}},
+                {
+                    "usage_details": {
+                        "accepted_prediction_tokens": bad,
+                        "rejected_prediction_tokens": 1,
+                    }
+                },
                 {"perf": {"last_draft_success": bad, "last_draft_failed": 2}},
             ):
                 with self.subTest(statistics):
                     self.assertIsNone(ms.acceptance_of_answer(statistics))
 
     def test_damaged_histogram_does_not_hide_the_sums(self):
-        block = {"num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 4, "acceptance_histogram": None}
+        block = {
+            "num_spec_steps": 4,
+            "num_draft_tokens": 8,
+            "num_accepted_draft_tokens": 4,
+            "acceptance_histogram": None,
+        }
         found = ms.acceptance_of_answer({"metrics": {"speculative_decoding": block}})
-        self.assertEqual((4, 8, 4, None), (found.steps, found.drafted, found.accepted, found.per_position))
+        self.assertEqual(
+            (4, 8, 4, None), (found.steps, found.drafted, found.accepted, found.per_position)
+        )
 
     def test_sglang_tells_the_same_in_both_of_its_places(self):
         block = answer_of(plain_body("sglang")).statistics["sglext"]["spec_tokens_details"]
-        self.assertEqual(ms.acceptance_of_answer({"sglext": {"spec_tokens_details": block}}),
-                         ms.acceptance_of_answer({"meta_info": block}))
+        self.assertEqual(
+            ms.acceptance_of_answer({"sglext": {"spec_tokens_details": block}}),
+            ms.acceptance_of_answer({"meta_info": block}),
+        )
 
     def test_sglang_histogram_of_a_published_run(self):
         """11, 14, 11, 4, 0, 3 steps with 0 to 5 accepted: 43 steps, 63 accepted."""
-        found = ms.acceptance_of_answer({"sglext": {"spec_tokens_details": {
-            "spec_verify_ct": 43, "spec_num_correct_drafts": 63, "spec_num_proposed_drafts": 215,
-            "spec_correct_drafts_histogram": [11, 14, 11, 4, 0, 3]}}})
-        self.assertEqual((43, 63, (32, 18, 7, 3, 3)), (found.steps, found.accepted, found.per_position))
+        found = ms.acceptance_of_answer(
+            {
+                "sglext": {
+                    "spec_tokens_details": {
+                        "spec_verify_ct": 43,
+                        "spec_num_correct_drafts": 63,
+                        "spec_num_proposed_drafts": 215,
+                        "spec_correct_drafts_histogram": [11, 14, 11, 4, 0, 3],
+                    }
+                }
+            }
+        )
+        self.assertEqual(
+            (43, 63, (32, 18, 7, 3, 3)), (found.steps, found.accepted, found.per_position)
+        )
         self.assertEqual(63, sum(found.per_position))
-        self.assertAlmostEqual(1 + 63 / 43, ms.acceptance_record(of_answers(found, None, 1))["mean_length"])
+        self.assertAlmostEqual(
+            1 + 63 / 43, ms.acceptance_record(of_answers(found, None, 1))["mean_length"]
+        )
 
     def test_usage_fields_that_are_zero_tell_nothing(self):
-        self.assertIsNone(ms.acceptance_of_answer({"usage_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}))
+        self.assertIsNone(
+            ms.acceptance_of_answer(
+                {
+                    "usage_details": {
+                        "accepted_prediction_tokens": 0,
+                        "rejected_prediction_tokens": 0,
+                    }
+                }
+            )
+        )
 
     def test_koboldcpp_rounds_are_never_counted_as_drafted_tokens(self):
-        told = ms.acceptance_record(of_answers(ms.acceptance_of_answer({"perf": {"last_draft_success": 18, "last_draft_failed": 6}}), 30, 1))
+        told = ms.acceptance_record(
+            of_answers(
+                ms.acceptance_of_answer(
+                    {"perf": {"last_draft_success": 18, "last_draft_failed": 6}}
+                ),
+                30,
+                1,
+            )
+        )
         self.assertEqual((None, None), (told["drafted"], told["rate"]))
 
     def test_lm_studio_ignored_drafts_were_never_verified(self):
-        self.assertEqual(36, ms.acceptance_of_answer(answer_of(plain_body("lm-studio")).statistics).drafted)
+        self.assertEqual(
+            36, ms.acceptance_of_answer(answer_of(plain_body("lm-studio")).statistics).drafted
+        )
 
     def test_older_metric_names_are_read(self):
         for drafted, accepted, more, steps in (
-            ("draft_tokens_total", "draft_tokens_accepted_total", "llamacpp:draft_verify_steps_total", 10),
+            (
+                "draft_tokens_total",
+                "draft_tokens_accepted_total",
+                "llamacpp:draft_verify_steps_total",
+                10,
+            ),
             ("spec_tokens_drafted_total", "spec_tokens_accepted_total", None, None),
-            ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "llamacpp:spec_decode_num_drafts", 10),
+            (
+                "spec_decode_num_draft_tokens",
+                "spec_decode_num_accepted_tokens",
+                "llamacpp:spec_decode_num_drafts",
+                10,
+            ),
         ):
             with self.subTest(drafted):
+
                 def page(times, drafted=drafted, accepted=accepted, more=more):
                     values = {"llamacpp:" + drafted: 30 * times, "llamacpp:" + accepted: 12 * times}
                     values.update({more: 10 * times} if more else {})
-                    return ms.snapshot_of("".join("# TYPE %s counter\n%s %d\n" % (n, n, v) for n, v in values.items()),
-                                          email.message.Message(), "m")
+                    return ms.snapshot_of(
+                        "".join(
+                            "# TYPE %s counter\n%s %d\n" % (n, n, v) for n, v in values.items()
+                        ),
+                        email.message.Message(),
+                        "m",
+                    )
+
                 found = ms.acceptance_of_counters(ms.counter_growth(page(1), page(2)), 1)
                 self.assertEqual((30, 12, steps), (found.drafted, found.accepted, found.steps))
 
     def test_renamed_llama_counters_of_a_gateway_are_read(self):
         def page(times):
-            return ms.snapshot_of("".join('# TYPE lemonade_llamacpp_spec_decode_num_%s_total counter\n'
-                                          'lemonade_llamacpp_spec_decode_num_%s_total{model="m"} %d\n' % (n, n, v * times)
-                                          for n, v in (("drafts", 10), ("draft_tokens", 30), ("accepted_tokens", 12))),
-                                  email.message.Message(), "m")
+            return ms.snapshot_of(
+                "".join(
+                    "# TYPE lemonade_llamacpp_spec_decode_num_%s_total counter\n"
+                    'lemonade_llamacpp_spec_decode_num_%s_total{model="m"} %d\n' % (n, n, v * times)
+                    for n, v in (("drafts", 10), ("draft_tokens", 30), ("accepted_tokens", 12))
+                ),
+                email.message.Message(),
+                "m",
+            )
+
         found = ms.acceptance_of_counters(ms.counter_growth(page(1), page(3)), 1)
         self.assertEqual((20, 60, 24), (found.steps, found.drafted, found.accepted))
 
     def test_two_families_of_tensorrt_are_never_added(self):
-        growth = ms.counter_growth(snapshot("tensorrt-llm", "before"), snapshot("tensorrt-llm", "after"))
+        growth = ms.counter_growth(
+            snapshot("tensorrt-llm", "before"), snapshot("tensorrt-llm", "after")
+        )
         self.assertEqual(60, ms.acceptance_of_counters(growth, 3).accepted)
-        only_positions = ms.Growth(tuple(s for s in growth.samples if ms.position_of(s) is not None))
+        only_positions = ms.Growth(
+            tuple(s for s in growth.samples if ms.position_of(s) is not None)
+        )
         found = ms.acceptance_of_counters(only_positions, 3)
         self.assertEqual((120, 60), (found.drafted, found.accepted))
 
     def test_tgi_summary_without_buckets_gives_sums_without_positions(self):
         growth = ms.counter_growth(snapshot("tgi", "before"), snapshot("tgi", "after"))
-        found = ms.acceptance_of_counters(ms.Growth(tuple(s for s in growth.samples if s.label("le") is None)), 2)
+        found = ms.acceptance_of_counters(
+            ms.Growth(tuple(s for s in growth.samples if s.label("le") is None)), 2
+        )
         self.assertEqual((20, None), (found.accepted, found.per_position))
 
     def test_llama_positions_are_believed_over_its_rounded_sum(self):
-        page = ("# TYPE llamacpp:spec_decode_num_accepted_tokens_total counter\nllamacpp:spec_decode_num_accepted_tokens_total %s\n"
-                "# TYPE llamacpp:spec_decode_num_accepted_tokens_per_pos_total counter\n"
-                "llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position=\"0\"} %d\n"
-                "llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position=\"1\"} %d\n")
-        growth = ms.counter_growth(*(ms.snapshot_of(page % values, email.message.Message(), "m") for values in (
-            ("1.23457e+06", 800000, 434567), ("1.23460e+06", 800015, 434575))))
-        self.assertEqual((23, (15, 8)), (lambda a: (a.accepted, a.per_position))(ms.acceptance_of_counters(growth, 1)))
+        page = (
+            "# TYPE llamacpp:spec_decode_num_accepted_tokens_total counter\nllamacpp:spec_decode_num_accepted_tokens_total %s\n"
+            "# TYPE llamacpp:spec_decode_num_accepted_tokens_per_pos_total counter\n"
+            'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} %d\n'
+            'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} %d\n'
+        )
+        growth = ms.counter_growth(
+            *(
+                ms.snapshot_of(page % values, email.message.Message(), "m")
+                for values in (("1.23457e+06", 800000, 434567), ("1.23460e+06", 800015, 434575))
+            )
+        )
+        self.assertEqual(
+            (23, (15, 8)),
+            (lambda a: (a.accepted, a.per_position))(ms.acceptance_of_counters(growth, 1)),
+        )
 
     def test_answers_come_first_and_counters_fill_in_what_they_lack(self):
         answers = ms.Acceptance("timings", None, 36, 27)
         counters = ms.Acceptance("metrics", 13, 36, 27, (13, 9, 5))
         best, disagreement = ms.joined_acceptance(answers, counters)
-        self.assertEqual(("timings+metrics", 13, 36, 27, (13, 9, 5), None),
-                         (best.source, best.steps, best.drafted, best.accepted, best.per_position, disagreement))
+        self.assertEqual(
+            ("timings+metrics", 13, 36, 27, (13, 9, 5), None),
+            (best.source, best.steps, best.drafted, best.accepted, best.per_position, disagreement),
+        )
 
     def test_answers_are_believed_where_the_counters_disagree(self):
         answers = ms.Acceptance("timings", None, 360, 270)
-        best, disagreement = ms.joined_acceptance(answers, ms.Acceptance("metrics", 200, 700, 400, (200, 150, 50)))
+        best, disagreement = ms.joined_acceptance(
+            answers, ms.Acceptance("metrics", 200, 700, 400, (200, 150, 50))
+        )
         self.assertEqual(answers, best)
         self.assertIn("360", disagreement)
         self.assertIn("700", disagreement)
 
     def test_sum_over_answers_knows_only_what_every_answer_told(self):
-        parts = [ms.Acceptance("response", 4, 8, 4, (3, 1)), ms.Acceptance("response", None, 6, 3, (2, 1, 0))]
+        parts = [
+            ms.Acceptance("response", 4, 8, 4, (3, 1)),
+            ms.Acceptance("response", None, 6, 3, (2, 1, 0)),
+        ]
         total = ms.added_acceptance(parts)
-        self.assertEqual((None, 14, 7, (5, 2, 0)), (total.steps, total.drafted, total.accepted, total.per_position))
+        self.assertEqual(
+            (None, 14, 7, (5, 2, 0)),
+            (total.steps, total.drafted, total.accepted, total.per_position),
+        )
         self.assertIsNone(ms.added_acceptance([]))
 
     def test_rate_above_one_is_not_clamped(self):
-        told = ms.acceptance_record(of_answers(ms.Acceptance("metrics", 10, 20, 25, (14, 11)), 40, 1))
+        told = ms.acceptance_record(
+            of_answers(ms.Acceptance("metrics", 10, 20, 25, (14, 11)), 40, 1)
+        )
         self.assertAlmostEqual(1.25, told["rate"])
 
     def test_figures_are_finite_or_null_for_any_counts(self):
@@ -260,25 +391,57 @@ class Shapes(unittest.TestCase):
                 for accepted in values:
                     for positions in (None, (0,), (7, 3), (10**17, 0)):
                         for tokens, answers in ((None, 1), (0, 0), (1, 1), (8, 1), (5, 9)):
-                            record = ms.acceptance_record(of_answers(ms.Acceptance("x", steps, drafted, accepted, positions), tokens, answers))
+                            record = ms.acceptance_record(
+                                of_answers(
+                                    ms.Acceptance("x", steps, drafted, accepted, positions),
+                                    tokens,
+                                    answers,
+                                )
+                            )
                             json.dumps(record, allow_nan=False)
-                            if record["alpha"] is not None and accepted is not None and positions is None:
-                                self.assertTrue(0 <= record["alpha"] <= 1, (steps, drafted, accepted, tokens, answers))
+                            if (
+                                record["alpha"] is not None
+                                and accepted is not None
+                                and positions is None
+                            ):
+                                self.assertTrue(
+                                    0 <= record["alpha"] <= 1,
+                                    (steps, drafted, accepted, tokens, answers),
+                                )
 
 
 # What each engine tells through the whole program. "steps"... are compared with the truth of the fake server where they
 # are named, and must be null where they are not.
 ALL = {"steps", "drafted", "accepted", "per_position"}
 TELLS = {
-    "llama.cpp": ALL, "ik_llama.cpp": {"drafted", "accepted"}, "mlx-vlm": {"steps", "drafted", "accepted"}, "mlx-lm": None,
-    "vllm": ALL, "vllm-old": {"steps", "drafted", "accepted"}, "sglang": ALL, "tensorrt-llm": ALL, "lmdeploy": ALL,
-    "tgi": {"steps", "accepted", "per_position"}, "lm-studio": {"drafted", "accepted"}, "tabbyapi": {"drafted", "accepted"},
-    "koboldcpp": {"accepted"}, "ollama": None, "plain": None,
+    "llama.cpp": ALL,
+    "ik_llama.cpp": {"drafted", "accepted"},
+    "mlx-vlm": {"steps", "drafted", "accepted"},
+    "mlx-lm": None,
+    "vllm": ALL,
+    "vllm-old": {"steps", "drafted", "accepted"},
+    "sglang": ALL,
+    "tensorrt-llm": ALL,
+    "lmdeploy": ALL,
+    "tgi": {"steps", "accepted", "per_position"},
+    "lm-studio": {"drafted", "accepted"},
+    "tabbyapi": {"drafted", "accepted"},
+    "koboldcpp": {"accepted"},
+    "ollama": None,
+    "plain": None,
 }
-COUNTERS_ALONE = {      # what is left without the fields in the answers
-    "llama.cpp": ALL, "vllm": ALL, "vllm-old": {"steps", "drafted", "accepted"}, "sglang": {"steps", "accepted"},
-    "tensorrt-llm": {"drafted", "accepted"}, "lmdeploy": ALL, "tgi": {"steps", "accepted", "per_position"},
-    "ik_llama.cpp": None, "mlx-vlm": None, "lm-studio": None, "tabbyapi": None,
+COUNTERS_ALONE = {  # what is left without the fields in the answers
+    "llama.cpp": ALL,
+    "vllm": ALL,
+    "vllm-old": {"steps", "drafted", "accepted"},
+    "sglang": {"steps", "accepted"},
+    "tensorrt-llm": {"drafted", "accepted"},
+    "lmdeploy": ALL,
+    "tgi": {"steps", "accepted", "per_position"},
+    "ik_llama.cpp": None,
+    "mlx-vlm": None,
+    "lm-studio": None,
+    "tabbyapi": None,
 }
 
 
@@ -292,20 +455,33 @@ class Engines(unittest.TestCase):
         for name, value in want.items():
             self.assertEqual(value if name in tells else None, told[name], name)
         if "per_position" in tells:
-            self.assertEqual([round(p / truth.steps, 12) for p in truth.per_position], [round(p, 12) for p in told["per_position"]])
+            self.assertEqual(
+                [round(p / truth.steps, 12) for p in truth.per_position],
+                [round(p, 12) for p in told["per_position"]],
+            )
         else:
             self.assertIsNone(told["per_position"])
         rate = truth.rate if "drafted" in tells else None
         length = truth.mean_length if "steps" in tells else None
-        per_target = (truth.tokens - truth.requests) / (truth.tokens - truth.requests - truth.accepted)
-        for value, name in ((rate, "rate"), (length, "mean_length"), (per_target, "tokens_per_target_step")):
+        per_target = (truth.tokens - truth.requests) / (
+            truth.tokens - truth.requests - truth.accepted
+        )
+        for value, name in (
+            (rate, "rate"),
+            (length, "mean_length"),
+            (per_target, "tokens_per_target_step"),
+        ):
             self.assertEqual(value is None, told[name] is None, name)
             if value is not None:
                 self.assertAlmostEqual(value, told[name], 12, name)
 
     def measured(self, engine, *flags, **options):
-        with FakeServer(engine, **dict(options, speculation=None)) as plain, \
-                FakeServer(engine, speculation=options.pop("speculation", PATTERN), **options) as drafting:
+        with (
+            FakeServer(engine, **dict(options, speculation=None)) as plain,
+            FakeServer(
+                engine, speculation=options.pop("speculation", PATTERN), **options
+            ) as drafting,
+        ):
             outcome = measure(plain, drafting, *flags, prompts=PROMPTS)
             self.assertEqual(0, outcome.code, outcome.err)
             for line in outcome.files["labbook.md"].decode().splitlines():
@@ -334,15 +510,25 @@ class Engines(unittest.TestCase):
             with self.subTest(engine):
                 outcome, truth = self.measured(engine, details=False)
                 told = outcome.endpoint("speculative")["acceptance"]
-                if engine == "tensorrt-llm" and told:     # positions come without the number of steps to divide them by
+                if (
+                    engine == "tensorrt-llm" and told
+                ):  # positions come without the number of steps to divide them by
                     self.assertIsNone(told["per_position"])
                 self.check(told, tells, truth)
 
     def test_nothing_told_is_null_and_not_zero(self):
         for engine in TELLS:
             with self.subTest(engine):
-                outcome, _ = self.measured(engine, details=False, metrics=False,
-                                           **({"pages": {"/api/extra/perf": (404, "text/plain", b"")}} if engine == "koboldcpp" else {}))
+                outcome, _ = self.measured(
+                    engine,
+                    details=False,
+                    metrics=False,
+                    **(
+                        {"pages": {"/api/extra/perf": (404, "text/plain", b"")}}
+                        if engine == "koboldcpp"
+                        else {}
+                    ),
+                )
                 record = outcome.endpoint("speculative")
                 self.assertIsNone(record["acceptance"])
                 self.assertIsNone(record["spec_metrics_delta"])
@@ -359,8 +545,13 @@ class Engines(unittest.TestCase):
                 told = outcome.endpoint("speculative")["acceptance"]
                 exact = truth.accepted / (truth.accepted + truth.mismatched)
                 if "per_position" in tells or engine == "koboldcpp":
-                    self.assertAlmostEqual(truth.accepted / (truth.accepted + truth.steps - truth.per_position[-1])
-                                           if "per_position" in tells else exact, told["alpha"], 12)
+                    self.assertAlmostEqual(
+                        truth.accepted / (truth.accepted + truth.steps - truth.per_position[-1])
+                        if "per_position" in tells
+                        else exact,
+                        told["alpha"],
+                        12,
+                    )
                 elif told["alpha"] is not None:
                     self.assertAlmostEqual(exact, told["alpha"], 1)
                 if told["rate"] is not None and told["alpha"] is not None:
@@ -375,23 +566,49 @@ class Engines(unittest.TestCase):
     def test_steps_without_a_draft_count_in_tokens_per_target_step_only(self):
         for engine in ("llama.cpp", "vllm", "vllm-old", "sglang", "lmdeploy", "tensorrt-llm"):
             with self.subTest(engine):
-                outcome, truth = self.measured(engine, speculation=Speculation(3, (3, None, 1, None, 0)))
+                outcome, truth = self.measured(
+                    engine, speculation=Speculation(3, (3, None, 1, None, 0))
+                )
                 told = outcome.endpoint("speculative")["acceptance"]
                 self.assertGreater(truth.plain_steps, 5)
                 self.assertAlmostEqual(truth.mean_length, told["mean_length"])
-                self.assertAlmostEqual((truth.tokens - 3) / (truth.steps + truth.plain_steps), told["tokens_per_target_step"])
+                self.assertAlmostEqual(
+                    (truth.tokens - 3) / (truth.steps + truth.plain_steps),
+                    told["tokens_per_target_step"],
+                )
                 self.assertLess(told["tokens_per_target_step"], told["mean_length"])
 
     def test_acceptance_is_told_for_each_kind_of_work(self):
         for engine in ("llama.cpp", "vllm", "lmdeploy", "tgi", "vllm-old", "tabbyapi"):
             with self.subTest(engine):
                 lengths = {"long a": 40, "long b": 41, "short a": 12, "short b": 14}
-                answers = {prompt: " ".join("w%d" % i for i in range(n)) for prompt, n in lengths.items()}
-                lines = "".join(json.dumps({"prompt": p, "workload": p.split()[0]}) + "\n" for p in lengths)
-                with FakeServer(engine, answers=answers) as plain, FakeServer(engine, answers=answers, speculation=PATTERN) as drafting:
-                    outcome = measure(plain, drafting, "--prompts", "p.jsonl", "--warmup", "0", files={"p.jsonl": lines})
-                    truth = {"long": sum_counts(drafting.given[:2]), "short": sum_counts(drafting.given[2:])}
-                for records in (outcome.endpoint("speculative")["workloads"], outcome.comparison()["workloads"]):
+                answers = {
+                    prompt: " ".join("w%d" % i for i in range(n)) for prompt, n in lengths.items()
+                }
+                lines = "".join(
+                    json.dumps({"prompt": p, "workload": p.split()[0]}) + "\n" for p in lengths
+                )
+                with (
+                    FakeServer(engine, answers=answers) as plain,
+                    FakeServer(engine, answers=answers, speculation=PATTERN) as drafting,
+                ):
+                    outcome = measure(
+                        plain,
+                        drafting,
+                        "--prompts",
+                        "p.jsonl",
+                        "--warmup",
+                        "0",
+                        files={"p.jsonl": lines},
+                    )
+                    truth = {
+                        "long": sum_counts(drafting.given[:2]),
+                        "short": sum_counts(drafting.given[2:]),
+                    }
+                for records in (
+                    outcome.endpoint("speculative")["workloads"],
+                    outcome.comparison()["workloads"],
+                ):
                     self.assertEqual(["long", "short"], [part["workload"] for part in records])
                     for part in records:
                         self.check(part["acceptance"], TELLS[engine], truth[part["workload"]])
@@ -404,8 +621,14 @@ class Engines(unittest.TestCase):
                 self.check(outcome.endpoint("speculative")["acceptance"], TELLS[engine], truth)
 
     def test_source_names_where_the_figures_came_from(self):
-        for engine, details, source in (("llama.cpp", True, "timings+metrics"), ("llama.cpp", False, "metrics"), ("vllm", True, "response"),
-                                        ("vllm", False, "metrics"), ("ik_llama.cpp", True, "timings"), ("tgi", True, "metrics")):
+        for engine, details, source in (
+            ("llama.cpp", True, "timings+metrics"),
+            ("llama.cpp", False, "metrics"),
+            ("vllm", True, "response"),
+            ("vllm", False, "metrics"),
+            ("ik_llama.cpp", True, "timings"),
+            ("tgi", True, "metrics"),
+        ):
             with self.subTest(engine=engine, details=details):
                 outcome, _ = self.measured(engine, details=details)
                 self.assertEqual(source, outcome.endpoint("speculative")["acceptance"]["source"])
@@ -414,16 +637,26 @@ class Engines(unittest.TestCase):
         for engine in ENGINES:
             with self.subTest(engine), FakeServer(engine, speculation=PATTERN) as server:
                 measure(None, server, prompts=PROMPTS[:1])
-                self.assertEqual(engine == "sglang", "return_spec_tokens_details" in server.chats[-1]["body"])
-                self.assertEqual(engine in ("vllm", "vllm-old"), "return_token_ids" in server.chats[-1]["body"])
+                self.assertEqual(
+                    engine == "sglang", "return_spec_tokens_details" in server.chats[-1]["body"]
+                )
+                self.assertEqual(
+                    engine in ("vllm", "vllm-old"), "return_token_ids" in server.chats[-1]["body"]
+                )
 
     def test_failed_request_leaves_the_answers_figures_right(self):
         for engine in ("llama.cpp", "vllm", "lm-studio"):
-            with self.subTest(engine), FakeServer(engine, speculation=PATTERN, faults=[None, "no-finish"]) as server:
+            with (
+                self.subTest(engine),
+                FakeServer(engine, speculation=PATTERN, faults=[None, "no-finish"]) as server,
+            ):
                 record = measure(None, server, prompts=PROMPTS).endpoint("speculative")
                 truth = sum_counts(server.given[2:])
                 self.assertEqual((1, 2), (record["failed"], record["completed"]))
-                self.assertEqual((truth.drafted, truth.accepted), (record["acceptance"]["drafted"], record["acceptance"]["accepted"]))
+                self.assertEqual(
+                    (truth.drafted, truth.accepted),
+                    (record["acceptance"]["drafted"], record["acceptance"]["accepted"]),
+                )
 
     def test_answers_of_one_token_and_without_counts_leave_nulls(self):
         """That no record holds NaN or infinity is checked in every run of this class."""
@@ -433,7 +666,14 @@ class Engines(unittest.TestCase):
                 self.assertIsNone((outcome.endpoint("speculative")["acceptance"] or {}).get("rate"))
                 outcome, _ = self.measured(engine, usage=False)
                 record = outcome.endpoint("speculative")
-                self.assertEqual((None, None, False), (record["output_tokens"], record["output_tokens_per_s"], record["tokens_counted_by_server"]))
+                self.assertEqual(
+                    (None, None, False),
+                    (
+                        record["output_tokens"],
+                        record["output_tokens_per_s"],
+                        record["tokens_counted_by_server"],
+                    ),
+                )
                 self.assertIsNone((record["acceptance"] or {}).get("tokens_per_target_step"))
 
 
@@ -442,7 +682,10 @@ class Cases(unittest.TestCase):
 
     def test_case_a05_alpha_is_089_where_accepted_over_drafted_is_072(self):
         outcome = replayed(case_json("A05", "spec.json"), case_json("A05", "baseline.json"))
-        told, why = outcome.endpoint("speculative")["acceptance"], outcome.comparison()["break_even"]
+        told, why = (
+            outcome.endpoint("speculative")["acceptance"],
+            outcome.comparison()["break_even"],
+        )
         self.assertAlmostEqual(4.6027, told["tokens_per_target_step"], 4)
         self.assertAlmostEqual(0.8927, told["alpha"], 4)
         self.assertAlmostEqual(0.72055, told["rate"], 5)
@@ -459,13 +702,17 @@ class Cases(unittest.TestCase):
         told = outcome.endpoint("speculative")["acceptance"]
         self.assertAlmostEqual(2.5637, told["tokens_per_target_step"], 4)
         self.assertAlmostEqual(0.6366, told["rate"], 4)
-        self.assertEqual((1717, 1093, None, None, None), tuple(told[name] for name in (
-            "drafted", "accepted", "steps", "mean_length", "alpha")))
+        self.assertEqual(
+            (1717, 1093, None, None, None),
+            tuple(told[name] for name in ("drafted", "accepted", "steps", "mean_length", "alpha")),
+        )
         self.assertEqual([], [r for r in outcome.records if r["kind"] == "comparison"])
 
     def test_case_a17_chunks_are_not_tokens(self):
         with ReplayServer("routes.json", CASES / "A17") as server:
-            record = measure(None, server, "--model", "m", "--warmup", "0", prompts=["one"]).endpoint("speculative")
+            record = measure(
+                None, server, "--model", "m", "--warmup", "0", prompts=["one"]
+            ).endpoint("speculative")
         self.assertEqual(12, record["output_tokens"])
         self.assertAlmostEqual(48.0, record["decode_tokens_per_s"])
         self.assertAlmostEqual(0.6, record["acceptance"]["rate"])
@@ -485,21 +732,40 @@ class Cases(unittest.TestCase):
         ):
             with self.subTest(name):
                 data = (CASES / "C16" / name).read_bytes()
-                record = replayed(data if name.endswith(".http") else json.loads(data)).endpoint("speculative")
+                record = replayed(data if name.endswith(".http") else json.loads(data)).endpoint(
+                    "speculative"
+                )
                 told = record["acceptance"]
                 self.assertAlmostEqual(rate, told["rate"])
                 self.assertEqual(steps, told["steps"])
                 self.assertEqual(mean_length, told["mean_length"] and round(told["mean_length"], 9))
-                self.assertAlmostEqual((tokens - 1) / (tokens - 1 - accepted), told["tokens_per_target_step"])
+                self.assertAlmostEqual(
+                    (tokens - 1) / (tokens - 1 - accepted), told["tokens_per_target_step"]
+                )
                 self.assertAlmostEqual(speed, record["decode_tokens_per_s"], 2)
 
     def test_case_c16_one_token_has_no_speed_and_no_acceptance(self):
         record = replayed(case_json("C16", "mlx_lm_one_token.json")).endpoint("speculative")
-        self.assertEqual((None, None, 1), (record["decode_tokens_per_s"], record["acceptance"], record["output_tokens"]))
+        self.assertEqual(
+            (None, None, 1),
+            (record["decode_tokens_per_s"], record["acceptance"], record["output_tokens"]),
+        )
 
     def test_case_c12_drafting_in_vain_is_not_the_same_as_not_drafting(self):
-        for engine in ("llama.cpp", "vllm", "lmdeploy", "vllm-old", "tensorrt-llm", "tgi", "sglang"):
-            with self.subTest(engine), FakeServer(engine) as plain, FakeServer(engine, speculation=Speculation(3, (0,))) as drafting:
+        for engine in (
+            "llama.cpp",
+            "vllm",
+            "lmdeploy",
+            "vllm-old",
+            "tensorrt-llm",
+            "tgi",
+            "sglang",
+        ):
+            with (
+                self.subTest(engine),
+                FakeServer(engine) as plain,
+                FakeServer(engine, speculation=Speculation(3, (0,))) as drafting,
+            ):
                 outcome = measure(plain, drafting, prompts=PROMPTS)
                 told = outcome.endpoint("speculative")["acceptance"]
                 self.assertEqual((0, 1.0), (told["accepted"], told["tokens_per_target_step"]))
@@ -510,16 +776,24 @@ class Cases(unittest.TestCase):
 
     def test_last_draft_of_an_answer_that_overshoots_is_no_negative_step(self):
         """Accepted tokens behind the limit are counted and not emitted: N - R - A may come out at zero or below."""
-        told = ms.acceptance_record(of_answers(ms.Acceptance("metrics", 3, 12, 12, (3, 3, 3, 3)), 10, 1))
+        told = ms.acceptance_record(
+            of_answers(ms.Acceptance("metrics", 3, 12, 12, (3, 3, 3, 3)), 10, 1)
+        )
         self.assertIsNone(told["tokens_per_target_step"])
         self.assertEqual((5.0, 1.0), (told["mean_length"], told["alpha"]))
 
 
 class Shown(unittest.TestCase):
-
     def measured(self, *workloads, **options):
-        lines = "".join(json.dumps({"prompt": "%s %d" % (name, i), "workload": name}) + "\n" for name in workloads for i in range(2))
-        with FakeServer("llama.cpp", **options) as plain, FakeServer("llama.cpp", speculation=PATTERN, **options) as drafting:
+        lines = "".join(
+            json.dumps({"prompt": "%s %d" % (name, i), "workload": name}) + "\n"
+            for name in workloads
+            for i in range(2)
+        )
+        with (
+            FakeServer("llama.cpp", **options) as plain,
+            FakeServer("llama.cpp", speculation=PATTERN, **options) as drafting,
+        ):
             return measure(plain, drafting, "--prompts", "p.jsonl", files={"p.jsonl": lines})
 
     def test_positions_are_bars_with_conditional_rates(self):
@@ -533,15 +807,31 @@ class Shown(unittest.TestCase):
         self.assertNotIn("onward", "\n".join(ms.position_lines([("copy", [0.8, 0.6, 0.3])])))
 
     def test_each_kind_of_work_has_its_rate_alpha_and_both_lengths(self):
-        answers = {"%s %d" % (name, i): " ".join("w%d" % n for n in range(words)) for name, words in (("copy", 40), ("open", 13)) for i in range(2)}
+        answers = {
+            "%s %d" % (name, i): " ".join("w%d" % n for n in range(words))
+            for name, words in (("copy", 40), ("open", 13))
+            for i in range(2)
+        }
         outcome = self.measured("copy", "open", answers=answers)
         parts = outcome.comparison()["workloads"]
         self.assertNotEqual(*(part["acceptance"]["rate"] for part in parts))
         for part in parts + [{"workload": "all", "acceptance": outcome.comparison()["acceptance"]}]:
             told = part["acceptance"]
-            self.assertRegex(outcome.out, r"(?m)^%s +%.2f +%.2f +%.2f +%.2f +%d *$" % (
-                part["workload"], told["rate"], told["alpha"], told["mean_length"], told["tokens_per_target_step"], told["steps"]))
-            self.assertRegex(outcome.out, r"\b%.2f %.2f #" % (told["per_position"][0], told["per_position"][0]))
+            self.assertRegex(
+                outcome.out,
+                r"(?m)^%s +%.2f +%.2f +%.2f +%.2f +%d *$"
+                % (
+                    part["workload"],
+                    told["rate"],
+                    told["alpha"],
+                    told["mean_length"],
+                    told["tokens_per_target_step"],
+                    told["steps"],
+                ),
+            )
+            self.assertRegex(
+                outcome.out, r"\b%.2f %.2f #" % (told["per_position"][0], told["per_position"][0])
+            )
 
     def test_engine_that_tells_nothing_has_no_table_of_drafts(self):
         with FakeServer("plain") as a, FakeServer("plain", speculation=PATTERN) as b:
@@ -551,7 +841,10 @@ class Shown(unittest.TestCase):
 
     def test_table_of_many_kinds_of_work_stays_within_100_columns(self):
         out = self.measured(*("kind-of-work-number-%d" % i for i in range(6))).out
-        self.assertLessEqual(max(map(len, out[out.index("Drafts"):out.index("Why, as to decoding")].splitlines())), 100)
+        self.assertLessEqual(
+            max(map(len, out[out.index("Drafts") : out.index("Why, as to decoding")].splitlines())),
+            100,
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,14 @@ from tests.support import findings, measure
 TWO = ["first prompt of two", "second prompt of two"]
 MANY = ["prompt number %d of many" % i for i in range(12)]
 PATTERN = Speculation(4, (4, 2, 0))
-COUNTING = ("llama.cpp", "vllm", "vllm-old", "sglang", "lmdeploy", "tgi")       # engines that count tokens on a page
+COUNTING = (
+    "llama.cpp",
+    "vllm",
+    "vllm-old",
+    "sglang",
+    "lmdeploy",
+    "tgi",
+)  # engines that count tokens on a page
 
 
 def all_findings(outcome):
@@ -24,23 +31,34 @@ def all_findings(outcome):
 def run_pair(engine="llama.cpp", prompts=TWO, flags=(), baseline=None, candidate=None, **both):
     """(outcome, baseline fake, drafting fake); the dicts hold options of one of the two servers."""
     base = FakeServer(engine, **dict(both, **(baseline or {})))
-    drafting = FakeServer(engine, **dict({"speculation": PATTERN}, **dict(both, **(candidate or {}))))
+    drafting = FakeServer(
+        engine, **dict({"speculation": PATTERN}, **dict(both, **(candidate or {})))
+    )
     with base, drafting:
         return measure(base, drafting, *flags, prompts=prompts), base, drafting
 
 
 def at_prompt(prompt, action):
     """Answers that do something first when a certain prompt is asked."""
+
     def answers(asked, nth):
         if asked == prompt:
             action()
+
     return answers
 
 
 class Clean(unittest.TestCase):
-
     def test_clean_run_has_no_finding(self):
-        for engine in ("llama.cpp", "vllm", "vllm-old", "sglang", "tensorrt-llm", "lmdeploy", "ik_llama.cpp"):
+        for engine in (
+            "llama.cpp",
+            "vllm",
+            "vllm-old",
+            "sglang",
+            "tensorrt-llm",
+            "lmdeploy",
+            "ik_llama.cpp",
+        ):
             with self.subTest(engine):
                 outcome, _, _ = run_pair(engine, MANY)
                 self.assertEqual({}, all_findings(outcome))
@@ -53,10 +71,18 @@ class Clean(unittest.TestCase):
                 self.assertEqual({"metrics-unavailable"}, set(all_findings(outcome)))
 
     def test_clean_run_of_several_rounds_and_kinds_of_work_has_no_finding(self):
-        lines = "".join(json.dumps({"prompt": p, "workload": "ab"[i % 2]}) + "\n" for i, p in enumerate(MANY))
+        lines = "".join(
+            json.dumps({"prompt": p, "workload": "ab"[i % 2]}) + "\n" for i, p in enumerate(MANY)
+        )
         for engine in COUNTING:
-            with self.subTest(engine), FakeServer(engine) as a, FakeServer(engine, speculation=PATTERN) as b:
-                outcome = measure(a, b, "--prompts", "p.jsonl", "--repeats", "2", files={"p.jsonl": lines})
+            with (
+                self.subTest(engine),
+                FakeServer(engine) as a,
+                FakeServer(engine, speculation=PATTERN) as b,
+            ):
+                outcome = measure(
+                    a, b, "--prompts", "p.jsonl", "--repeats", "2", files={"p.jsonl": lines}
+                )
                 self.assertEqual(set(), set(all_findings(outcome)) - {"stalls"})
 
     def test_findings_are_entries_with_a_name_and_words(self):
@@ -69,15 +95,18 @@ class Clean(unittest.TestCase):
 
 
 class Counters(unittest.TestCase):
-
-    def setUp(self):        # counters that never catch up are part of these tests
+    def setUp(self):  # counters that never catch up are part of these tests
         patch = mock.patch.object(ms, "SETTLE_LIMIT_S", 0.1)
         patch.start()
         self.addCleanup(patch.stop)
 
     def test_restart_is_found_and_voids_the_counters_only(self):
         for engine in ("llama.cpp", "vllm", "lmdeploy", "sglang", "vllm-old"):
-            with self.subTest(engine), FakeServer(engine) as a, FakeServer(engine, speculation=PATTERN) as b:
+            with (
+                self.subTest(engine),
+                FakeServer(engine) as a,
+                FakeServer(engine, speculation=PATTERN) as b,
+            ):
                 b.answers = at_prompt(TWO[1], b.restart)
                 outcome = measure(a, b, prompts=TWO)
                 record = outcome.endpoint("speculative")
@@ -101,18 +130,30 @@ class Counters(unittest.TestCase):
         for engine in COUNTING:
             with self.subTest(engine):
                 outcome, _, _ = run_pair(engine, candidate={"foreign": 9})
-                self.assertEqual(9 * 2, findings(outcome.endpoint("speculative"))["foreign-traffic"]["foreign_tokens"])
+                self.assertEqual(
+                    9 * 2,
+                    findings(outcome.endpoint("speculative"))["foreign-traffic"]["foreign_tokens"],
+                )
                 self.assertNotIn("foreign-traffic", findings(outcome.endpoint("baseline")))
                 self.assertIn("18 tokens", outcome.out)
 
     def test_foreign_traffic_on_the_baseline_is_found_too(self):
         outcome, _, _ = run_pair("vllm", baseline={"foreign": 5})
-        self.assertEqual(10, findings(outcome.endpoint("baseline"))["foreign-traffic"]["foreign_tokens"])
+        self.assertEqual(
+            10, findings(outcome.endpoint("baseline"))["foreign-traffic"]["foreign_tokens"]
+        )
 
     def test_one_answer_of_a_second_client_is_found(self):
         with FakeServer("llama.cpp") as a, FakeServer("llama.cpp", speculation=PATTERN) as b:
-            a.answers = at_prompt(TWO[1], lambda: b.generate(40))       # while the other arm is being asked
-            self.assertEqual(40, findings(measure(a, b, prompts=TWO).endpoint("speculative"))["foreign-traffic"]["foreign_tokens"])
+            a.answers = at_prompt(
+                TWO[1], lambda: b.generate(40)
+            )  # while the other arm is being asked
+            self.assertEqual(
+                40,
+                findings(measure(a, b, prompts=TWO).endpoint("speculative"))["foreign-traffic"][
+                    "foreign_tokens"
+                ],
+            )
 
     def test_traffic_between_the_blocks_is_found(self):
         """The counters of one arm are read around its blocks; what happens in between belongs to the measurement too."""
@@ -129,23 +170,31 @@ class Counters(unittest.TestCase):
                     yield next(middle)
                     b.generate(30)
                     yield from middle
+
                 return real(with_traffic(), *args, **kwargs)
+
             with mock.patch.object(ms, "execute", between):
                 outcome = measure(None, b, "--prompts", "p.jsonl", files={"p.jsonl": lines})
             self.assertEqual(2, len(taken))
-            self.assertEqual(30, findings(outcome.endpoint("speculative"))["foreign-traffic"]["foreign_tokens"])
+            self.assertEqual(
+                30, findings(outcome.endpoint("speculative"))["foreign-traffic"]["foreign_tokens"]
+            )
 
     def test_traffic_before_the_measurement_is_nobody_s_business(self):
         with FakeServer("vllm", speculation=PATTERN) as b:
             b.generate(500)
-            self.assertNotIn("foreign-traffic", findings(measure(None, b, prompts=TWO).endpoint("speculative")))
+            self.assertNotIn(
+                "foreign-traffic", findings(measure(None, b, prompts=TWO).endpoint("speculative"))
+            )
 
     def test_excess_of_one_percent_is_no_traffic(self):
         """Engines count accepted tokens behind the end of an answer: 34 of 16990 were seen."""
         for extra, is_found in ((1, False), (2, False), (3, True)):
             with self.subTest(extra), FakeServer("vllm", words=100, speculation=PATTERN) as server:
                 server.answers = at_prompt(TWO[1], functools.partial(server.generate, extra))
-                self.assertEqual(is_found, "foreign-traffic" in all_findings(measure(None, server, prompts=TWO)))
+                self.assertEqual(
+                    is_found, "foreign-traffic" in all_findings(measure(None, server, prompts=TWO))
+                )
 
     def test_sources_that_disagree_are_named_and_the_answers_believed(self):
         outcome, _, drafting = run_pair("vllm", candidate={"foreign": 60})
@@ -153,8 +202,10 @@ class Counters(unittest.TestCase):
         detail = findings(record)["sources-disagree"]["detail"]
         self.assertIn(str(truth.drafted), detail)
         self.assertIn("answers", detail)
-        self.assertEqual((truth.steps, truth.drafted, truth.accepted),
-                         tuple(record["acceptance"][name] for name in ("steps", "drafted", "accepted")))
+        self.assertEqual(
+            (truth.steps, truth.drafted, truth.accepted),
+            tuple(record["acceptance"][name] for name in ("steps", "drafted", "accepted")),
+        )
         self.assertEqual("response", record["acceptance"]["source"])
 
     def test_engine_without_both_sources_cannot_disagree(self):
@@ -163,10 +214,25 @@ class Counters(unittest.TestCase):
             self.assertNotIn("sources-disagree", all_findings(outcome))
 
     def test_rate_above_one_is_flagged_and_not_clamped(self):
-        page = "".join("# TYPE lmdeploy:%s_total counter\nlmdeploy:%s_total{engine=\"0\"} %%d\n" % (name, name) for name in (
-            "generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"))
+        page = "".join(
+            '# TYPE lmdeploy:%s_total counter\nlmdeploy:%s_total{engine="0"} %%d\n' % (name, name)
+            for name in (
+                "generation_tokens",
+                "spec_decode_num_drafts",
+                "spec_decode_num_draft_tokens",
+                "spec_decode_num_accepted_tokens",
+            )
+        )
         with FakeServer("lmdeploy", speculation=PATTERN) as server:
-            server.pages["/metrics"] = lambda: page % (server.truth.tokens, server.truth.steps, server.truth.accepted, 2 * server.truth.accepted)
+            server.pages["/metrics"] = lambda: (
+                page
+                % (
+                    server.truth.tokens,
+                    server.truth.steps,
+                    server.truth.accepted,
+                    2 * server.truth.accepted,
+                )
+            )
             outcome = measure(None, server, prompts=TWO)
         record = outcome.endpoint("speculative")
         self.assertEqual(2.0, record["acceptance"]["rate"])
@@ -184,15 +250,28 @@ class Counters(unittest.TestCase):
 
     def test_missing_metrics_are_a_finding_of_their_arm(self):
         outcome, _, _ = run_pair("llama.cpp", candidate={"metrics": False})
-        self.assertIn("501", findings(outcome.endpoint("speculative"))["metrics-unavailable"]["detail"])
+        self.assertIn(
+            "501", findings(outcome.endpoint("speculative"))["metrics-unavailable"]["detail"]
+        )
         self.assertNotIn("metrics-unavailable", findings(outcome.endpoint("baseline")))
 
 
 class Drafting(unittest.TestCase):
-
     def test_baseline_that_drafts_is_found(self):
-        for engine in ("llama.cpp", "ik_llama.cpp", "mlx-vlm", "vllm", "vllm-old", "sglang", "tensorrt-llm", "lmdeploy", "tgi", "lm-studio",
-                       "tabbyapi", "koboldcpp"):
+        for engine in (
+            "llama.cpp",
+            "ik_llama.cpp",
+            "mlx-vlm",
+            "vllm",
+            "vllm-old",
+            "sglang",
+            "tensorrt-llm",
+            "lmdeploy",
+            "tgi",
+            "lm-studio",
+            "tabbyapi",
+            "koboldcpp",
+        ):
             with self.subTest(engine):
                 outcome, _, _ = run_pair(engine, baseline={"speculation": Speculation(2, (2, 1))})
                 self.assertIn("baseline-drafting", findings(outcome.comparison()))
@@ -218,7 +297,9 @@ class Drafting(unittest.TestCase):
         """An n-gram drafter that finds nothing: the counters are there and stay at zero."""
         for engine in ("vllm", "vllm-old", "sglang", "lmdeploy", "tensorrt-llm", "llama.cpp"):
             with self.subTest(engine):
-                outcome, _, _ = run_pair(engine, MANY, candidate={"speculation": Speculation(3, (None,))})
+                outcome, _, _ = run_pair(
+                    engine, MANY, candidate={"speculation": Speculation(3, (None,))}
+                )
                 self.assertIn("not-drafting", findings(outcome.comparison()))
                 self.assertIsNone(outcome.comparison()["verdict"])
 
@@ -229,12 +310,18 @@ class Drafting(unittest.TestCase):
 
     def test_workload_in_which_nothing_was_drafted_has_no_verdict_of_its_own(self):
         answers = {"long %d" % i: None for i in range(3)}
-        answers.update({"short %d" % i: "two words" for i in range(3)})      # no room for a draft
+        answers.update({"short %d" % i: "two words" for i in range(3)})  # no room for a draft
         lines = "".join(json.dumps({"prompt": p, "workload": p.split()[0]}) + "\n" for p in answers)
         for engine in ("llama.cpp", "lmdeploy"):
-            with self.subTest(engine), FakeServer(engine, answers=answers) as a, FakeServer(engine, answers=answers, speculation=PATTERN) as b:
+            with (
+                self.subTest(engine),
+                FakeServer(engine, answers=answers) as a,
+                FakeServer(engine, answers=answers, speculation=PATTERN) as b,
+            ):
                 b.kind = dataclasses.replace(b.kind, whole_chains=False)
-                record = measure(a, b, "--prompts", "p.jsonl", files={"p.jsonl": lines}).comparison()
+                record = measure(
+                    a, b, "--prompts", "p.jsonl", files={"p.jsonl": lines}
+                ).comparison()
                 verdicts = {part["workload"]: part["verdict"] for part in record["workloads"]}
                 self.assertIsNone(verdicts["short"])
                 self.assertIsNotNone(verdicts["long"])
@@ -243,7 +330,9 @@ class Drafting(unittest.TestCase):
 
     def test_lifetime_mean_is_named_and_never_taken_for_this_run(self):
         past = Counts(tokens=500, histogram=[10, 10, 10, 10, 10], drafts=[0, 0, 0, 0, 50])
-        outcome, _, _ = run_pair("sglang", metrics=False, details=False, candidate={"counted_before": past})
+        outcome, _, _ = run_pair(
+            "sglang", metrics=False, details=False, candidate={"counted_before": past}
+        )
         record = outcome.endpoint("speculative")
         self.assertEqual(3.0, findings(record)["lifetime-only"]["mean_length"])
         self.assertIsNone(record["acceptance"])
@@ -253,10 +342,13 @@ class Drafting(unittest.TestCase):
 
 
 class Servers(unittest.TestCase):
-
     def test_differences_between_the_servers_are_found_and_named(self):
         """(finding, engine, options of the candidate, words in the detail)"""
-        props = {"default_generation_settings": {"n_ctx": 4096}, "total_slots": 1, "build_info": "b11434-1a2b3c4d"}
+        props = {
+            "default_generation_settings": {"n_ctx": 4096},
+            "total_slots": 1,
+            "build_info": "b11434-1a2b3c4d",
+        }
         for name, engine, options, words in (
             ("context-differs", "llama.cpp", {"context": 8192}, ["4096", "8192"]),
             ("context-differs", "vllm", {"context": 2048}, ["4096", "2048"]),
@@ -265,22 +357,45 @@ class Servers(unittest.TestCase):
             ("build-differs", "vllm", {"build": "0.9"}, ["0.33.0", "0.9"]),
             ("build-differs", "sglang", {"build": "0.1"}, ["0.5.23", "0.1"]),
             ("model-differs", "llama.cpp", {"model": "another"}, ["fake-model", "another"]),
-            ("quantization-differs", "llama.cpp", {"pages": {"/props": dict(props, model_ftype="Q4_K")}}, ["Q8_0", "Q4_K"]),
+            (
+                "quantization-differs",
+                "llama.cpp",
+                {"pages": {"/props": dict(props, model_ftype="Q4_K")}},
+                ["Q8_0", "Q4_K"],
+            ),
         ):
             with self.subTest(name=name, engine=engine):
-                base = {"pages": {"/props": dict(props, model_ftype="Q8_0")}} if "quant" in name else {}
+                base = (
+                    {"pages": {"/props": dict(props, model_ftype="Q8_0")}}
+                    if "quant" in name
+                    else {}
+                )
                 outcome, _, _ = run_pair(engine, MANY, baseline=base, candidate=options)
                 self.assertEqual({name}, set(all_findings(outcome)))
                 for word in words:
                     self.assertIn(word, findings(outcome.comparison())[name]["detail"])
 
     def test_quantization_is_read_where_engines_tell_it(self):
-        models = {"data": [{"id": "fake-model", "owned_by": "llamacpp", "meta": {"n_ctx": 4096, "ftype": "%s"}}]}
-        info = {"version": "0.5.23", "context_length": 4096, "server_args": {"quantization": "%s"}, "internal_states": [{}]}
-        for engine, path, page in (("llama.cpp", "/v1/models", models), ("sglang", "/server_info", info)):
+        models = {
+            "data": [
+                {"id": "fake-model", "owned_by": "llamacpp", "meta": {"n_ctx": 4096, "ftype": "%s"}}
+            ]
+        }
+        info = {
+            "version": "0.5.23",
+            "context_length": 4096,
+            "server_args": {"quantization": "%s"},
+            "internal_states": [{}],
+        }
+        for engine, path, page in (
+            ("llama.cpp", "/v1/models", models),
+            ("sglang", "/server_info", info),
+        ):
             with self.subTest(engine):
                 pages = [{path: json.loads(json.dumps(page) % value)} for value in ("fp8", "awq")]
-                outcome, _, _ = run_pair(engine, MANY, baseline={"pages": pages[0]}, candidate={"pages": pages[1]})
+                outcome, _, _ = run_pair(
+                    engine, MANY, baseline={"pages": pages[0]}, candidate={"pages": pages[1]}
+                )
                 self.assertIn("quantization-differs", findings(outcome.comparison()))
 
     def test_engine_that_tells_nothing_differs_in_nothing(self):
@@ -305,7 +420,9 @@ class Servers(unittest.TestCase):
                 self.assertIn("busy", outcome.err)
 
     def test_same_url_on_both_arms_is_a_check_of_the_noise(self):
-        with FakeServer("llama.cpp", speculation=PATTERN, cached=lambda prompt, nth: 2 * nth) as server:
+        with FakeServer(
+            "llama.cpp", speculation=PATTERN, cached=lambda prompt, nth: 2 * nth
+        ) as server:
             outcome = measure(server, server, prompts=MANY)
         self.assertEqual({"same-server"}, set(all_findings(outcome)))
         self.assertIsNotNone(outcome.comparison()["verdict"])
@@ -317,10 +434,15 @@ class Servers(unittest.TestCase):
                 self.assertIn("same-server", findings(measure(a, other, prompts=MANY).comparison()))
 
     def test_two_servers_that_were_started_together_are_two_servers(self):
-        with FakeServer("vllm") as a, FakeServer("vllm", speculation=Speculation(4, (4, 2, 0))) as b:
+        with (
+            FakeServer("vllm") as a,
+            FakeServer("vllm", speculation=Speculation(4, (4, 2, 0))) as b,
+        ):
             b.started = a.started
             outcome = measure(a, b, prompts=MANY)
-        self.assertFalse({"same-server", "counter-reset", "foreign-traffic"} & set(all_findings(outcome)))
+        self.assertFalse(
+            {"same-server", "counter-reset", "foreign-traffic"} & set(all_findings(outcome))
+        )
 
     def test_two_servers_are_not_the_same_server(self):
         for engine in ("llama.cpp", "vllm", "sglang", "plain"):
@@ -329,10 +451,14 @@ class Servers(unittest.TestCase):
                 self.assertNotIn("same-server", all_findings(outcome))
 
     def test_memory_of_both_servers_is_reported_where_they_tell(self):
-        cache = ('# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="%d"} 1.0\n'
-                 "# TYPE process_resident_memory_bytes gauge\nprocess_resident_memory_bytes %d\n")
-        with FakeServer("vllm", pages={"/metrics": cache % (1000, 800 << 20)}) as a, \
-                FakeServer("vllm", pages={"/metrics": cache % (600, 900 << 20)}) as b:
+        cache = (
+            '# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="%d"} 1.0\n'
+            "# TYPE process_resident_memory_bytes gauge\nprocess_resident_memory_bytes %d\n"
+        )
+        with (
+            FakeServer("vllm", pages={"/metrics": cache % (1000, 800 << 20)}) as a,
+            FakeServer("vllm", pages={"/metrics": cache % (600, 900 << 20)}) as b,
+        ):
             outcome = measure(a, b, prompts=TWO)
         told = [outcome.endpoint(arm)["server"] for arm in ("baseline", "speculative")]
         self.assertEqual([16000, 9600], [server["cache_tokens"] for server in told])
@@ -342,15 +468,29 @@ class Servers(unittest.TestCase):
             self.assertIn(word, line)
 
     def test_memory_of_several_engines_behind_one_server_is_added(self):
-        page = "".join('vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="100"} 1.0\n' % i for i in range(2))
+        page = "".join(
+            'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="100"} 1.0\n' % i
+            for i in range(2)
+        )
         with FakeServer("vllm", pages={"/metrics": page}) as server:
-            self.assertEqual(3200, measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"])
+            self.assertEqual(
+                3200, measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"]
+            )
 
     def test_memory_of_llama_is_its_context_for_each_slot(self):
-        props = {"default_generation_settings": {"n_ctx": 2048}, "total_slots": 4, "build_info": "b1-a"}
-        for slots in ([{"n_ctx": 2048}] * 4, (501, "application/json", b'{"error": {"message": "slots are off"}}')):
+        props = {
+            "default_generation_settings": {"n_ctx": 2048},
+            "total_slots": 4,
+            "build_info": "b1-a",
+        }
+        for slots in (
+            [{"n_ctx": 2048}] * 4,
+            (501, "application/json", b'{"error": {"message": "slots are off"}}'),
+        ):
             with FakeServer("llama.cpp", pages={"/props": props, "/slots": slots}) as server:
-                self.assertEqual(8192, measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"])
+                self.assertEqual(
+                    8192, measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"]
+                )
 
     def test_server_that_tells_no_memory_gets_no_line(self):
         outcome, _, _ = run_pair("plain")
@@ -358,12 +498,13 @@ class Servers(unittest.TestCase):
 
 
 class Answers(unittest.TestCase):
-
     def test_bytes_that_are_no_text_are_found(self):
         for flags in ((), ("--no-stream",)):
             with self.subTest(flags):
                 outcome, _, _ = run_pair(flags=flags, candidate={"faults": [None, "bad-utf8"]})
-                self.assertEqual(1, findings(outcome.endpoint("speculative"))["undecodable-text"]["count"])
+                self.assertEqual(
+                    1, findings(outcome.endpoint("speculative"))["undecodable-text"]["count"]
+                )
                 self.assertNotIn("undecodable-text", findings(outcome.endpoint("baseline")))
                 self.assertEqual(0, outcome.code)
 
@@ -375,7 +516,12 @@ class Answers(unittest.TestCase):
         self.assertNotIn("not-drafting", all_findings(outcome))
 
     def test_few_prompts_are_said_with_their_number(self):
-        for prompts, is_found in ((MANY[:1], True), (MANY[:2], True), (MANY[:11], True), (MANY, False)):
+        for prompts, is_found in (
+            (MANY[:1], True),
+            (MANY[:2], True),
+            (MANY[:11], True),
+            (MANY, False),
+        ):
             with self.subTest(len(prompts)):
                 outcome, _, _ = run_pair(prompts=prompts)
                 found = findings(outcome.comparison())
@@ -385,11 +531,20 @@ class Answers(unittest.TestCase):
 
     def test_one_stalled_answer_is_found_and_kept(self):
         pace = {"token_delay_s": 0.001, "words": 8}
-        with FakeServer("llama.cpp", **pace) as a, FakeServer("llama.cpp", speculation=PATTERN, **pace) as b:
+        with (
+            FakeServer("llama.cpp", **pace) as a,
+            FakeServer("llama.cpp", speculation=PATTERN, **pace) as b,
+        ):
             b.answers = lambda prompt, nth: b.sleep(0.5) if (prompt, nth) == (MANY[3], 1) else None
             outcome = measure(a, b, "--repeats", "3", prompts=MANY[:6])
         self.assertGreaterEqual(findings(outcome.comparison())["stalls"]["count"], 1)
-        self.assertEqual((18, 18), (outcome.endpoint("speculative")["requests"], outcome.endpoint("speculative")["completed"]))
+        self.assertEqual(
+            (18, 18),
+            (
+                outcome.endpoint("speculative")["requests"],
+                outcome.endpoint("speculative")["completed"],
+            ),
+        )
         self.assertGreater(outcome.endpoint("speculative")["latency_s"]["max"], 0.5)
 
     def test_waiting_for_a_server_is_found_and_not_timed(self):

@@ -24,7 +24,9 @@ def findings(record):
 
 def comparable(record):
     """A record as bytes, without times and ids."""
-    return json.dumps({key: value for key, value in record.items() if key not in ("recorded_at", "run_id")}).encode()
+    return json.dumps(
+        {key: value for key, value in record.items() if key not in ("recorded_at", "run_id")}
+    ).encode()
 
 
 def lines_of(saved, *arms):
@@ -35,7 +37,10 @@ def lines_of(saved, *arms):
 def speeds(ratio, spread=0.01, prompts=12, seed=0, base=20.0, **drafts):
     """One repeat of each prompt, `ratio` times as fast as `base`, scattered."""
     chance = random.Random(seed)
-    return [[answer(200, 200 / (base * ratio * math.exp(chance.gauss(0, spread))), **drafts)] for _ in range(prompts)]
+    return [
+        [answer(200, 200 / (base * ratio * math.exp(chance.gauss(0, spread))), **drafts)]
+        for _ in range(prompts)
+    ]
 
 
 BASELINE = ("plain.jsonl", saved_run("baseline", speeds(1.0)))
@@ -49,9 +54,15 @@ class SavedAndCompared(unittest.TestCase):
         texts = [TEXT, "two " + TEXT, "three " + TEXT]
         changed = [TEXT, "two " + CHANGED, "three " + TEXT]
         prompts = ["one", "two", "three"]
-        with FakeServer("llama.cpp", answers=dict(zip(prompts, texts))) as plain, \
-                FakeServer("llama.cpp", answers=dict(zip(prompts, changed)), speculation=Speculation()) as drafting:
-            cls.both = measure(plain, drafting, "--repeats", "2", "--label", "night", *SAVE, prompts=prompts)
+        with (
+            FakeServer("llama.cpp", answers=dict(zip(prompts, texts))) as plain,
+            FakeServer(
+                "llama.cpp", answers=dict(zip(prompts, changed)), speculation=Speculation()
+            ) as drafting,
+        ):
+            cls.both = measure(
+                plain, drafting, "--repeats", "2", "--label", "night", *SAVE, prompts=prompts
+            )
             cls.plain = measure(plain, None, "--repeats", "2", *SAVE, prompts=prompts)
             cls.drafting = measure(None, drafting, "--repeats", "2", *SAVE, prompts=prompts)
         assert cls.both.code == 0, cls.both.err
@@ -69,9 +80,14 @@ class SavedAndCompared(unittest.TestCase):
             self.assertEqual(comparable(again.endpoint(arm)), comparable(self.both.endpoint(arm)))
 
     def test_a_file_for_each_server_gives_the_same_record(self):
-        halves = [(arm + ".jsonl", lines_of(self.saved, arm)) for arm in ("baseline", "speculative")]
-        again, right = compare(*halves, flags=("--label", "night")).comparison(), copy.deepcopy(self.both.comparison())
-        for record in (again, right):       # triage was the baseline's answer to a question about both
+        halves = [
+            (arm + ".jsonl", lines_of(self.saved, arm)) for arm in ("baseline", "speculative")
+        ]
+        again, right = (
+            compare(*halves, flags=("--label", "night")).comparison(),
+            copy.deepcopy(self.both.comparison()),
+        )
+        for record in (again, right):  # triage was the baseline's answer to a question about both
             for found in record["text_comparison"]["divergences"]:
                 found["triage"] = None
         self.assertEqual(comparable(again), comparable(right))
@@ -81,44 +97,77 @@ class SavedAndCompared(unittest.TestCase):
         self.assertEqual(again.out, self.both.out)
 
     def test_servers_measured_one_after_the_other_are_compared(self):
-        outcome = compare(("plain.jsonl", self.plain.files["run.jsonl"]), ("draft.jsonl", self.drafting.files["run.jsonl"]))
+        outcome = compare(
+            ("plain.jsonl", self.plain.files["run.jsonl"]),
+            ("draft.jsonl", self.drafting.files["run.jsonl"]),
+        )
         self.assertEqual(outcome.code, 0, outcome.err)
         record, right = outcome.comparison(), self.both.comparison()
         self.assertEqual(set(record), set(right))
         self.assertEqual(record["acceptance"], right["acceptance"])
-        self.assertEqual(record["text_comparison"]["divergent"], right["text_comparison"]["divergent"])
-        apart_from_timing = [[name for name in findings(each) if name != "stalls"] for each in (record, right)]
+        self.assertEqual(
+            record["text_comparison"]["divergent"], right["text_comparison"]["divergent"]
+        )
+        apart_from_timing = [
+            [name for name in findings(each) if name != "stalls"] for each in (record, right)
+        ]
         self.assertEqual(*apart_from_timing)
 
     def test_run_files_are_read_and_never_changed(self):
         outcome = compare(BASELINE, FASTER)
-        self.assertEqual((outcome.files["plain.jsonl"], outcome.files["draft.jsonl"]), (BASELINE[1], FASTER[1]))
+        self.assertEqual(
+            (outcome.files["plain.jsonl"], outcome.files["draft.jsonl"]), (BASELINE[1], FASTER[1])
+        )
 
     def test_run_file_has_the_documented_lines(self):
         lines = [json.loads(line) for line in self.saved.splitlines()]
         self.assertEqual([line["kind"] for line in lines][:3], ["run", "run", "reading"])
-        wanted = {"kind", "arm", "prompt_index", "prompt_id", "workload", "repeat", "place", "latency_s", "ttft_s", "decode_s",
-                  "completion_tokens", "prompt_tokens", "cached_tokens", "finish_reason", "content", "reasoning", "timings",
-                  "error"}
+        wanted = {
+            "kind",
+            "arm",
+            "prompt_index",
+            "prompt_id",
+            "workload",
+            "repeat",
+            "place",
+            "latency_s",
+            "ttft_s",
+            "decode_s",
+            "completion_tokens",
+            "prompt_tokens",
+            "cached_tokens",
+            "finish_reason",
+            "content",
+            "reasoning",
+            "timings",
+            "error",
+        }
         readings = [line for line in lines if line["kind"] == "reading"]
         for line in readings:
             self.assertLessEqual(wanted, set(line))
         order = [(line["prompt_index"], line["repeat"], line["arm"]) for line in readings]
-        self.assertEqual(order[:4], [(0, 0, "baseline"), (0, 0, "speculative"), (1, 0, "speculative"), (1, 0, "baseline")])
+        self.assertEqual(
+            order[:4],
+            [(0, 0, "baseline"), (0, 0, "speculative"), (1, 0, "speculative"), (1, 0, "baseline")],
+        )
 
 
 class Unlike(unittest.TestCase):
     """Runs whose conditions differ."""
 
     FIELDS = (
-        ("max_tokens", {"request": {"max_tokens": 64}}), ("seed", {"request": {"seed": 7}}),
-        ("temperature", {"request": {"temperature": 0.5}}), ("request extras", {"request": {"ignore_eos": True}}),
+        ("max_tokens", {"request": {"max_tokens": 64}}),
+        ("seed", {"request": {"seed": 7}}),
+        ("temperature", {"request": {"temperature": 0.5}}),
+        ("request extras", {"request": {"ignore_eos": True}}),
         ("concurrency", {"concurrency": 4}),
     )
 
     def test_each_condition_that_differs_is_refused_by_name(self):
         for name, conditions in self.FIELDS:
-            outcome = compare(BASELINE, ("other.jsonl", saved_run("speculative", speeds(1.5), **conditions)))
+            outcome = compare(
+                BASELINE, ("other.jsonl", saved_run("speculative", speeds(1.5), **conditions))
+            )
             self.assertEqual((outcome.code, outcome.records, outcome.out), (2, [], ""), name)
             self.assertIn(name, outcome.err)
             self.assertIn("--force", outcome.err)
@@ -126,12 +175,18 @@ class Unlike(unittest.TestCase):
                 self.assertNotIn(other, outcome.err, name)
 
     def test_other_prompts_are_refused(self):
-        outcome = compare(BASELINE, ("other.jsonl", saved_run("speculative", speeds(1.5, prompts=11))))
+        outcome = compare(
+            BASELINE, ("other.jsonl", saved_run("speculative", speeds(1.5, prompts=11)))
+        )
         self.assertEqual(outcome.code, 2)
         self.assertIn("prompts", outcome.err)
 
     def test_all_differing_conditions_are_named_at_once(self):
-        other = saved_run("speculative", speeds(1.5, prompts=11), request={"max_tokens": 64, "seed": 7, "ignore_eos": True})
+        other = saved_run(
+            "speculative",
+            speeds(1.5, prompts=11),
+            request={"max_tokens": 64, "seed": 7, "ignore_eos": True},
+        )
         outcome = compare(BASELINE, ("other.jsonl", other))
         for name in ("prompts", "max_tokens", "seed", "request extras"):
             self.assertIn(name, outcome.err)
@@ -144,7 +199,9 @@ class Unlike(unittest.TestCase):
             self.assertIn(name, outcome.err)
 
     def test_force_compares_and_marks_the_record(self):
-        other = saved_run("speculative", speeds(1.5, **DRAFTS), request={"max_tokens": 64, "seed": 7})
+        other = saved_run(
+            "speculative", speeds(1.5, **DRAFTS), request={"max_tokens": 64, "seed": 7}
+        )
         outcome = compare(BASELINE, ("other.jsonl", other), flags=("--force",))
         self.assertEqual(outcome.code, 0, outcome.err)
         (found,) = [f for f in outcome.comparison()["audit"] if f["finding"] == "conditions-differ"]
@@ -167,7 +224,10 @@ class Unlike(unittest.TestCase):
         self.assertIn("conditions-differ", findings(outcome.comparison()))
 
     def test_force_leaves_like_runs_unmarked(self):
-        self.assertNotIn("conditions-differ", findings(compare(BASELINE, FASTER, flags=("--force",)).comparison()))
+        self.assertNotIn(
+            "conditions-differ",
+            findings(compare(BASELINE, FASTER, flags=("--force",)).comparison()),
+        )
 
 
 class Damaged(unittest.TestCase):
@@ -178,8 +238,14 @@ class Damaged(unittest.TestCase):
         self.assertRegex(outcome.err, "run file|--save-run|measure it again")
 
     def test_what_is_no_run_file_is_refused_by_name(self):
-        for data in (b"", b"# a notebook\n\nprose\n", b'{"lab": "x", "label": "y"}\n', b"\x00\xff\x80" * 50, b"[1, 2]\n",
-                     FASTER[1].splitlines()[1] + b"\n"):
+        for data in (
+            b"",
+            b"# a notebook\n\nprose\n",
+            b'{"lab": "x", "label": "y"}\n',
+            b"\x00\xff\x80" * 50,
+            b"[1, 2]\n",
+            FASTER[1].splitlines()[1] + b"\n",
+        ):
             self.refused("other.jsonl", data)
 
     def test_a_missing_file_is_refused_by_name(self):
@@ -191,16 +257,26 @@ class Damaged(unittest.TestCase):
         lines = FASTER[1].splitlines(keepends=True)
         header = json.loads(lines[0])
         for name in ("request", "prompts", "concurrency", "arm"):
-            damaged = json.dumps({key: value for key, value in header.items() if key != name}).encode() + b"\n"
+            damaged = (
+                json.dumps({key: value for key, value in header.items() if key != name}).encode()
+                + b"\n"
+            )
             with self.subTest(missing=name):
                 self.refused("other.jsonl", damaged + b"".join(lines[1:]))
 
     def test_figures_of_the_wrong_kind_are_refused_or_left_out(self):
         lines = FASTER[1].splitlines(keepends=True)
-        for name, value in (("latency_s", "fast"), ("completion_tokens", [1]), ("prompt_index", None), ("content", 7)):
+        for name, value in (
+            ("latency_s", "fast"),
+            ("completion_tokens", [1]),
+            ("prompt_index", None),
+            ("content", 7),
+        ):
             damaged = json.dumps(dict(json.loads(lines[3]), **{name: value})).encode() + b"\n"
             with self.subTest(name=name):
-                outcome = compare(BASELINE, ("other.jsonl", b"".join([*lines[:3], damaged, *lines[4:]])))
+                outcome = compare(
+                    BASELINE, ("other.jsonl", b"".join([*lines[:3], damaged, *lines[4:]]))
+                )
                 self.assertIn(outcome.code, (0, 2), outcome.err)
                 self.assertIn("other.jsonl", outcome.err)
 
@@ -233,11 +309,23 @@ class Damaged(unittest.TestCase):
 
     def test_a_level_that_was_cut_off_before_its_first_reading_is_said_and_costs_no_other(self):
         with FakeServer("plain") as one, FakeServer("plain") as other:
-            saved = measure(one, other, "--concurrency", "1,2", "--save-run", "run.jsonl", prompts=["one", "two"]).files["run.jsonl"]
+            saved = measure(
+                one,
+                other,
+                "--concurrency",
+                "1,2",
+                "--save-run",
+                "run.jsonl",
+                prompts=["one", "two"],
+            ).files["run.jsonl"]
         lines = saved.splitlines(keepends=True)
         begins = [i for i, line in enumerate(lines) if b'"kind": "run"' in line]
-        outcome = compare(("cut.jsonl", b"".join(lines[: begins[2] + 2])), flags=("--divergence-report", "d.md"))
-        self.assertEqual((outcome.code, [r["concurrency"] for r in comparisons(outcome)]), (1, [1]), outcome.err)
+        outcome = compare(
+            ("cut.jsonl", b"".join(lines[: begins[2] + 2])), flags=("--divergence-report", "d.md")
+        )
+        self.assertEqual(
+            (outcome.code, [r["concurrency"] for r in comparisons(outcome)]), (1, [1]), outcome.err
+        )
         self.assertIn("no request completed", outcome.err)
 
     def test_a_failed_request_never_becomes_a_speed(self):
@@ -245,11 +333,15 @@ class Damaged(unittest.TestCase):
         answers[5] = ["the server closed the connection"]
         outcome = compare(BASELINE, ("other.jsonl", saved_run("speculative", answers)))
         record = outcome.comparison()
-        self.assertEqual((record["speedup"]["prompts"], record["text_comparison"]["failed"]), (11, 1))
+        self.assertEqual(
+            (record["speedup"]["prompts"], record["text_comparison"]["failed"]), (11, 1)
+        )
         plain = [json.loads(line) for line in BASELINE[1].splitlines()[1:-1]]
         right = 11 * 200 / sum(line["latency_s"] for line in plain if line["prompt_index"] != 5)
         self.assertAlmostEqual(record["baseline_tokens_per_s"], right, delta=1e-9)
-        self.assertEqual(outcome.endpoint("speculative")["first_error"], "the server closed the connection")
+        self.assertEqual(
+            outcome.endpoint("speculative")["first_error"], "the server closed the connection"
+        )
 
     def test_a_single_run_is_refused_with_the_way_out(self):
         outcome = compare(BASELINE)
@@ -259,16 +351,36 @@ class Damaged(unittest.TestCase):
 
 class Candidates(unittest.TestCase):
     def test_candidates_are_named_by_their_arm(self):
-        outcome = compare(BASELINE, ("a.jsonl", saved_run("k2", speeds(1.3))), ("b.jsonl", saved_run("k4", speeds(1.5))),
-                          flags=("--label", "night"))
-        self.assertEqual([record["label"] for record in outcome.records],
-                         ["night/baseline", "night/k2", "night/k4", "night/k2/comparison", "night/k4/comparison"])
+        outcome = compare(
+            BASELINE,
+            ("a.jsonl", saved_run("k2", speeds(1.3))),
+            ("b.jsonl", saved_run("k4", speeds(1.5))),
+            flags=("--label", "night"),
+        )
+        self.assertEqual(
+            [record["label"] for record in outcome.records],
+            [
+                "night/baseline",
+                "night/k2",
+                "night/k4",
+                "night/k2/comparison",
+                "night/k4/comparison",
+            ],
+        )
 
     def test_candidates_measured_under_the_default_name_are_told_apart_by_their_files(self):
         """Three servers measured one at a time, each as "speculative": only the files' names tell them apart."""
-        files = [(name, saved_run("speculative", speeds(1.3))) for name in ("k2.jsonl", "k4.jsonl", "eagle.jsonl")]
-        labels = [record["label"] for record in comparisons(compare(BASELINE, *files, flags=("--label", "night")))]
-        self.assertEqual(labels, ["night/k2/comparison", "night/k4/comparison", "night/eagle/comparison"])
+        files = [
+            (name, saved_run("speculative", speeds(1.3)))
+            for name in ("k2.jsonl", "k4.jsonl", "eagle.jsonl")
+        ]
+        labels = [
+            record["label"]
+            for record in comparisons(compare(BASELINE, *files, flags=("--label", "night")))
+        ]
+        self.assertEqual(
+            labels, ["night/k2/comparison", "night/k4/comparison", "night/eagle/comparison"]
+        )
 
     def test_a_run_measured_as_a_baseline_is_a_candidate_in_second_place(self):
         again = ("again.jsonl", saved_run("baseline", speeds(1.0, seed=1)))
@@ -277,19 +389,29 @@ class Candidates(unittest.TestCase):
         self.assertAlmostEqual(record["speedup"]["ratio"], 1.0, delta=0.02)
 
     def test_equal_arms_in_several_files_keep_records_of_their_own(self):
-        outcome = compare(BASELINE, *((name, saved_run("k", speeds(1.3))) for name in ("a.jsonl", "b.jsonl", "c.jsonl")))
+        outcome = compare(
+            BASELINE,
+            *((name, saved_run("k", speeds(1.3))) for name in ("a.jsonl", "b.jsonl", "c.jsonl")),
+        )
         self.assertEqual(len({record["label"] for record in comparisons(outcome)}), 3)
 
     def test_one_file_may_hold_the_baseline_and_all_candidates(self):
-        whole = BASELINE[1] + saved_run("k2", speeds(1.3, **DRAFTS)) + saved_run("k4", speeds(1.5, **DRAFTS))
+        whole = (
+            BASELINE[1]
+            + saved_run("k2", speeds(1.3, **DRAFTS))
+            + saved_run("k4", speeds(1.5, **DRAFTS))
+        )
         records = comparisons(compare(("all.jsonl", whole)))
         self.assertEqual([round(record["speedup"]["ratio"], 1) for record in records], [1.3, 1.5])
 
     def test_ranking_is_by_speed_and_says_which_differences_are_real(self):
-        outcome = compare(BASELINE, ("a.jsonl", saved_run("slow", speeds(1.1, seed=1, **DRAFTS))),
-                          ("b.jsonl", saved_run("first", speeds(1.5, seed=2, **DRAFTS))),
-                          ("c.jsonl", saved_run("close", speeds(1.497, seed=3, **DRAFTS))))
-        table = outcome.out[outcome.out.index("Candidate "):].splitlines()[2:5]
+        outcome = compare(
+            BASELINE,
+            ("a.jsonl", saved_run("slow", speeds(1.1, seed=1, **DRAFTS))),
+            ("b.jsonl", saved_run("first", speeds(1.5, seed=2, **DRAFTS))),
+            ("c.jsonl", saved_run("close", speeds(1.497, seed=3, **DRAFTS))),
+        )
+        table = outcome.out[outcome.out.index("Candidate ") :].splitlines()[2:5]
         self.assertEqual({line.split()[0] for line in table[:2]}, {"first", "close"})
         self.assertEqual(table[2].split()[0], "slow")
         self.assertRegex(table[1], "no difference")
@@ -302,9 +424,18 @@ class Candidates(unittest.TestCase):
         paces = [chance.uniform(5, 50) for _ in range(12)]
 
         def run(ratio):
-            return [[answer(200, 200 / (pace * ratio * (1 + 0.001 * (i % 3))), **DRAFTS)] for i, pace in enumerate(paces)]
+            return [
+                [answer(200, 200 / (pace * ratio * (1 + 0.001 * (i % 3))), **DRAFTS)]
+                for i, pace in enumerate(paces)
+            ]
 
-        records = comparisons(compare(BASELINE, ("a.jsonl", saved_run("a", run(1.0))), ("b.jsonl", saved_run("b", run(1.1)))))
+        records = comparisons(
+            compare(
+                BASELINE,
+                ("a.jsonl", saved_run("a", run(1.0))),
+                ("b.jsonl", saved_run("b", run(1.1))),
+            )
+        )
         behind = records[0]["against_best"]
         self.assertEqual(behind["best"], "b")
         self.assertAlmostEqual(behind["ratio"], 1 / 1.1, delta=1e-9)
@@ -313,11 +444,31 @@ class Candidates(unittest.TestCase):
 
     def test_requests_to_several_servers_rotate(self):
         with FakeServer("plain") as a, FakeServer("plain") as b, FakeServer("plain") as c:
-            outcome = run_main("--baseline-url", a.url, "--speculative-url", "k2=" + b.url, "--speculative-url", "k4=" + c.url,
-                               "--repeats", "2", "--warmup", "0", "--triage", "0", prompts=["one", "two", "three"])
-            asked = sorted((chat["at"], name) for name, server in (("a", a), ("b", b), ("c", c)) for chat in server.chats)
+            outcome = run_main(
+                "--baseline-url",
+                a.url,
+                "--speculative-url",
+                "k2=" + b.url,
+                "--speculative-url",
+                "k4=" + c.url,
+                "--repeats",
+                "2",
+                "--warmup",
+                "0",
+                "--triage",
+                "0",
+                prompts=["one", "two", "three"],
+            )
+            asked = sorted(
+                (chat["at"], name)
+                for name, server in (("a", a), ("b", b), ("c", c))
+                for chat in server.chats
+            )
         self.assertEqual("".join(name for _, name in asked), "abcbcacab" + "bcacababc")
-        self.assertEqual([r["label"].split("/")[1] for r in outcome.records if r["kind"] == "endpoint"], ["baseline", "k2", "k4"])
+        self.assertEqual(
+            [r["label"].split("/")[1] for r in outcome.records if r["kind"] == "endpoint"],
+            ["baseline", "k2", "k4"],
+        )
 
 
 class Fitted(unittest.TestCase):
@@ -327,12 +478,23 @@ class Fitted(unittest.TestCase):
 
     def run_of(self, chain, accepted, steps=200):
         tokens = 1 + steps + accepted
-        return answer(tokens, steps * self.T_S * (self.VERIFICATION + self.DRAFT * chain), drafted=chain * steps, accepted=accepted)
+        return answer(
+            tokens,
+            steps * self.T_S * (self.VERIFICATION + self.DRAFT * chain),
+            drafted=chain * steps,
+            accepted=accepted,
+        )
 
     def outcome(self, *chains):
         plain = ("plain.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]]))
         accepted = {2: 250, 4: 380, 8: 480}
-        return compare(plain, *(("k%d.jsonl" % k, saved_run("k%d" % k, [[self.run_of(k, accepted[k])]])) for k in chains))
+        return compare(
+            plain,
+            *(
+                ("k%d.jsonl" % k, saved_run("k%d" % k, [[self.run_of(k, accepted[k])]]))
+                for k in chains
+            ),
+        )
 
     def test_planted_costs_are_recovered_and_stand_in_every_record(self):
         for record in comparisons(self.outcome(2, 4, 8)):
@@ -346,11 +508,15 @@ class Fitted(unittest.TestCase):
         """The ends of answers cut their drafts differently: 800 and 798 in 200 steps are chains of 4 both."""
         cut_s = 200 * self.T_S * (self.VERIFICATION + self.DRAFT * 3.99)
         cut = answer(501, cut_s, drafted=798, accepted=300)
-        outcome = compare(("plain.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]])),
-                          ("one.jsonl", saved_run("one", [[self.run_of(4, 380)]])),
-                          ("two.jsonl", saved_run("two", [[cut]])))
-        self.assertEqual([(4, None), (4, None)],
-                         [(r["break_even"]["chain"], r["break_even"]["fit"]) for r in comparisons(outcome)])
+        outcome = compare(
+            ("plain.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]])),
+            ("one.jsonl", saved_run("one", [[self.run_of(4, 380)]])),
+            ("two.jsonl", saved_run("two", [[cut]])),
+        )
+        self.assertEqual(
+            [(4, None), (4, None)],
+            [(r["break_even"]["chain"], r["break_even"]["fit"]) for r in comparisons(outcome)],
+        )
 
     def test_advice_rests_on_the_fit_and_says_so(self):
         outcome = self.outcome(2, 8)
@@ -358,7 +524,10 @@ class Fitted(unittest.TestCase):
         self.assertRegex(outcome.out, "rests on this fit")
         alpha = why["alpha"]
         self.assertAlmostEqual(sum(alpha**i for i in range(1, 9)), 480 / 200, delta=1e-9)
-        right = {k: sum(alpha**i for i in range(k + 1)) / (self.VERIFICATION + k * self.DRAFT) for k in range(1, 9)}
+        right = {
+            k: sum(alpha**i for i in range(k + 1)) / (self.VERIFICATION + k * self.DRAFT)
+            for k in range(1, 9)
+        }
         best = max(right, key=right.get)
         self.assertEqual(why["best_chain"]["chain"], best)
         self.assertAlmostEqual(why["best_chain"]["predicted_speedup"], right[best], delta=1e-9)
@@ -367,21 +536,34 @@ class Fitted(unittest.TestCase):
         outcome = self.outcome(4)
         why = outcome.comparison()["break_even"]
         self.assertIsNone(why["fit"])
-        self.assertAlmostEqual(why["draft_cost"], (self.VERIFICATION + 4 * self.DRAFT - 1) / 4, delta=1e-9)
-        self.assertRegex(outcome.out, "one chain length cannot tell how much of that is the growth of the verification")
+        self.assertAlmostEqual(
+            why["draft_cost"], (self.VERIFICATION + 4 * self.DRAFT - 1) / 4, delta=1e-9
+        )
+        self.assertRegex(
+            outcome.out,
+            "one chain length cannot tell how much of that is the growth of the verification",
+        )
 
     def test_tokens_per_step_over_step_cost_is_the_measured_decode_ratio(self):
         """By construction: a check of the book-keeping, not a prediction."""
         for record in comparisons(self.outcome(2, 4)):
             why = record["break_even"]
-            self.assertAlmostEqual(why["tokens_per_step"] / why["step_cost"], record["decode_speedup"]["ratio"], delta=1e-9)
+            self.assertAlmostEqual(
+                why["tokens_per_step"] / why["step_cost"],
+                record["decode_speedup"]["ratio"],
+                delta=1e-9,
+            )
 
     def test_a_bar_above_the_chain_cannot_pay(self):
         slow = answer(301, 200 * self.T_S * 4.0, drafted=400, accepted=100)
-        outcome = compare(("b.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]])),
-                          ("s.jsonl", saved_run("speculative", [[slow]])))
+        outcome = compare(
+            ("b.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]])),
+            ("s.jsonl", saved_run("speculative", [[slow]])),
+        )
         why = outcome.comparison()["break_even"]
-        self.assertEqual((why["applies"], why["alpha_needed"], why["chain"]), ("cannot-pay", None, 2))
+        self.assertEqual(
+            (why["applies"], why["alpha_needed"], why["chain"]), ("cannot-pay", None, 2)
+        )
         self.assertRegex(outcome.out, "cannot pay at any acceptance")
 
 
@@ -390,13 +572,19 @@ class Judged(unittest.TestCase):
         kinds = ["copy"] * 4 + ["open"] * 4 + ["talk"] * 4
         answers = speeds(1.8, prompts=4, **DRAFTS) + speeds(0.8, prompts=4, seed=1, **DRAFTS)
         answers += speeds(1.0, 0.2, prompts=4, seed=2, **DRAFTS)
-        return compare(("b.jsonl", saved_run("baseline", speeds(1.0, 0.0), kinds)),
-                       ("s.jsonl", saved_run("speculative", answers, kinds)), flags=flags)
+        return compare(
+            ("b.jsonl", saved_run("baseline", speeds(1.0, 0.0), kinds)),
+            ("s.jsonl", saved_run("speculative", answers, kinds)),
+            flags=flags,
+        )
 
     def test_a20_when_verdicts_differ_the_sentence_names_each_kind_of_work(self):
         quoted = self.mixed().out.splitlines()[-1]
-        for words in (r"(?<!NOT )PAYS on copy: 1\.[78]\dx \(", r"DOES NOT PAY on open: 0\.[78]\dx \(",
-                      r"UNDECIDED on talk: [01]\.\d\dx \("):
+        for words in (
+            r"(?<!NOT )PAYS on copy: 1\.[78]\dx \(",
+            r"DOES NOT PAY on open: 0\.[78]\dx \(",
+            r"UNDECIDED on talk: [01]\.\d\dx \(",
+        ):
             self.assertRegex(quoted, words)
 
     def test_one_verdict_for_all_gives_one_quotable_sentence(self):
@@ -404,13 +592,23 @@ class Judged(unittest.TestCase):
         self.assertRegex(quoted, r"^PAYS on .*: 1\.5\dx \(1\.\d\d to 1\.\d\d\)")
 
     def test_min_gain_moves_the_threshold(self):
-        for gain, verdict in (("0", "pays"), ("0.4", "pays"), ("0.52", "undecided"), ("0.8", "does-not-pay")):
-            record = compare(BASELINE, ("s.jsonl", saved_run("speculative", speeds(1.5, 0.03, seed=3, **DRAFTS))),
-                             flags=("--min-gain", gain)).comparison()
+        for gain, verdict in (
+            ("0", "pays"),
+            ("0.4", "pays"),
+            ("0.52", "undecided"),
+            ("0.8", "does-not-pay"),
+        ):
+            record = compare(
+                BASELINE,
+                ("s.jsonl", saved_run("speculative", speeds(1.5, 0.03, seed=3, **DRAFTS))),
+                flags=("--min-gain", gain),
+            ).comparison()
             self.assertEqual(record["verdict"], verdict, record["speedup"])
 
     def test_undecided_says_how_many_more_prompts_might_settle_it(self):
-        outcome = compare(BASELINE, ("s.jsonl", saved_run("speculative", speeds(1.1, 0.3, seed=4, **DRAFTS))))
+        outcome = compare(
+            BASELINE, ("s.jsonl", saved_run("speculative", speeds(1.1, 0.3, seed=4, **DRAFTS)))
+        )
         self.assertEqual(outcome.comparison()["verdict"], "undecided")
         self.assertRegex(outcome.out, r"(About \d+|more than 100) more prompts might settle it")
 
@@ -418,8 +616,10 @@ class Judged(unittest.TestCase):
         self.assertNotIn("more prompts", compare(BASELINE, FASTER).out)
 
     def test_a_single_prompt_is_undecided_and_says_that_it_has_no_interval(self):
-        outcome = compare(("b.jsonl", saved_run("baseline", speeds(1.0, prompts=1))),
-                          ("s.jsonl", saved_run("speculative", speeds(3.0, prompts=1, **DRAFTS))))
+        outcome = compare(
+            ("b.jsonl", saved_run("baseline", speeds(1.0, prompts=1))),
+            ("s.jsonl", saved_run("speculative", speeds(3.0, prompts=1, **DRAFTS))),
+        )
         self.assertEqual(outcome.comparison()["verdict"], "undecided")
         self.assertIn("few-prompts", findings(outcome.comparison()))
         self.assertIn("no interval", outcome.out)
@@ -427,12 +627,20 @@ class Judged(unittest.TestCase):
     def test_stalls_are_counted_in_the_audit_and_stay_in_the_figures(self):
         def repeats(ratio, seed):
             chance = random.Random(seed)
-            return [[answer(200, 200 / (20 * ratio * math.exp(chance.gauss(0, 0.01))), **DRAFTS) for _ in range(3)]
-                    for _ in range(12)]
+            return [
+                [
+                    answer(200, 200 / (20 * ratio * math.exp(chance.gauss(0, 0.01))), **DRAFTS)
+                    for _ in range(3)
+                ]
+                for _ in range(12)
+            ]
+
         answers = repeats(1.5, 1)
         answers[3][1] = answer(200, 100.0, **DRAFTS)
-        record = compare(("b.jsonl", saved_run("baseline", repeats(1.0, 2))),
-                         ("s.jsonl", saved_run("speculative", answers))).comparison()
+        record = compare(
+            ("b.jsonl", saved_run("baseline", repeats(1.0, 2))),
+            ("s.jsonl", saved_run("speculative", answers)),
+        ).comparison()
         (found,) = [found for found in record["audit"] if found["finding"] == "stalls"]
         self.assertEqual(found["count"], 1)
         self.assertLess(record["speedup_these_prompts"]["ratio"], 0.97 * record["speedup"]["ratio"])

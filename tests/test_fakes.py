@@ -24,17 +24,26 @@ def chat(server, prompt, stream=False, headers=None, timeout=5, **more):
     body = dict({"model": "fake-model", "messages": [{"role": "user", "content": prompt}]}, **more)
     if stream:
         body.update(stream=True, stream_options={"include_usage": True})
-    request = urllib.request.Request(server.url + "/chat/completions", json.dumps(body).encode(),
-                                     dict({"Content-Type": "application/json"}, **(headers or {})))
+    request = urllib.request.Request(
+        server.url + "/chat/completions",
+        json.dumps(body).encode(),
+        dict({"Content-Type": "application/json"}, **(headers or {})),
+    )
     with OPENER.open(request, timeout=timeout) as response:
         data = response.read()
     if not stream:
         return json.loads(data)
-    return [json.loads(event[6:]) for event in data.decode().split("\n\n") if event and event != "data: [DONE]"]
+    return [
+        json.loads(event[6:])
+        for event in data.decode().split("\n\n")
+        if event and event != "data: [DONE]"
+    ]
 
 
 def streamed_text(chunks):
-    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    return "".join(
+        choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]
+    )
 
 
 def value(page, name):
@@ -44,30 +53,43 @@ def value(page, name):
 
 
 class Fakes(unittest.TestCase):
-
     def test_every_engine_answers_streamed_and_plain(self):
         for name in ENGINES:
             for speculation in (None, Speculation(3, (2, 0))):
-                with self.subTest(name), FakeServer(name, speculation=speculation, answers=lambda p, n: ABC) as server:
+                with (
+                    self.subTest(name),
+                    FakeServer(name, speculation=speculation, answers=lambda p, n: ABC) as server,
+                ):
                     plain = chat(server, "hi", max_tokens=5)
                     chunks = chat(server, "hi", stream=True, max_tokens=5)
                     self.assertEqual("a b c d e", plain["choices"][0]["message"]["content"])
                     self.assertEqual("a b c d e", streamed_text(chunks))
                     ends = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]]
                     self.assertEqual({"length", None}, set(ends))
-                    self.assertEqual([5, 5], [end["usage"]["completion_tokens"] for end in (plain, chunks[-1])])
-                    self.assertEqual(["fake-model"], [m["id"] for m in json.loads(get(server.url + "/models"))["data"]])
+                    self.assertEqual(
+                        [5, 5], [end["usage"]["completion_tokens"] for end in (plain, chunks[-1])]
+                    )
+                    self.assertEqual(
+                        ["fake-model"],
+                        [m["id"] for m in json.loads(get(server.url + "/models"))["data"]],
+                    )
 
     def test_the_fake_counts_what_it_generates(self):
         drafting = Speculation(3, (3, 1, None, 0))
         with FakeServer("vllm", speculation=drafting, words=10) as server:
-            chat(server, "hi")          # 1 | 2 to 5 | 6, 7 | 8 | 9, its draft of one refused | 10, no room for a draft
+            chat(
+                server, "hi"
+            )  # 1 | 2 to 5 | 6, 7 | 8 | 9, its draft of one refused | 10, no room for a draft
             truth = server.truth
             self.assertEqual((10, 3, 2), (truth.tokens, truth.steps, truth.plain_steps))
-            self.assertEqual((3 + 3 + 1, 4, [2, 1, 1]), (truth.drafted, truth.accepted, truth.per_position))
+            self.assertEqual(
+                (3 + 3 + 1, 4, [2, 1, 1]), (truth.drafted, truth.accepted, truth.per_position)
+            )
             page = get(server.root + "/metrics")
-            names = ["spec_decode_num_%s_total" % n for n in ("drafts", "draft_tokens", "accepted_tokens",
-                                                              "accepted_tokens_per_pos")] + ["generation_tokens_total"]
+            names = [
+                "spec_decode_num_%s_total" % n
+                for n in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+            ] + ["generation_tokens_total"]
             self.assertEqual([3, 7, 4, 4, 10], [value(page, "vllm:" + name) for name in names])
 
     def test_tokens_are_one_and_accepted_plus_one_for_each_step(self):
@@ -89,7 +111,9 @@ class Fakes(unittest.TestCase):
         body, chunks, page, one, all_ = both("llama.cpp")
         for place in (body, chunks[-1]):
             told = place["timings"]
-            self.assertEqual((one.drafted, one.accepted), (told["draft_n"], told["draft_n_accepted"]))
+            self.assertEqual(
+                (one.drafted, one.accepted), (told["draft_n"], told["draft_n_accepted"])
+            )
         self.assertEqual(all_.steps, value(page, "llamacpp:spec_decode_num_drafts_total"))
         body, chunks, page, one, all_ = both("sglang", return_spec_tokens_details=True)
         self.assertEqual(one.steps, body["sglext"]["spec_tokens_details"]["spec_verify_ct"])
@@ -97,11 +121,17 @@ class Fakes(unittest.TestCase):
         self.assertEqual(body["sglext"], chunks[-2]["sglext"])
         self.assertEqual(all_.tokens, value(page, "sglang:generation_tokens_total"))
         body, chunks, page, one, all_ = both("tensorrt-llm")
-        self.assertEqual(one.histogram, chunks[-2]["choices"][0]["speculative_decoding"]["acceptance_histogram"])
-        first = next(line for line in page.split("\n") if "drafted" in line and 'token_position="0"' in line)
+        self.assertEqual(
+            one.histogram, chunks[-2]["choices"][0]["speculative_decoding"]["acceptance_histogram"]
+        )
+        first = next(
+            line for line in page.split("\n") if "drafted" in line and 'token_position="0"' in line
+        )
         self.assertEqual(all_.steps, float(first.split(" ")[1]))
         body, chunks, page, one, all_ = both("tgi")
-        self.assertEqual(all_.steps, value(page, "tgi_request_skipped_tokens_count") - all_.requests)
+        self.assertEqual(
+            all_.steps, value(page, "tgi_request_skipped_tokens_count") - all_.requests
+        )
         self.assertEqual(all_.accepted, value(page, "tgi_request_skipped_tokens_sum"))
         body, chunks, page, one, all_ = both("tabbyapi")
         details = chunks[-1]["usage"]["completion_tokens_details"]
@@ -113,6 +143,7 @@ class Fakes(unittest.TestCase):
     def test_restart_lag_and_foreign_traffic_show_on_the_page(self):
         def tokens():
             return value(get(server.root + "/metrics"), "vllm:generation_tokens_total")
+
         with FakeServer("vllm", words=6, lag_reads=1) as server:
             chat(server, "hi")
             self.assertEqual([0, 6], [tokens(), tokens()])
@@ -121,24 +152,47 @@ class Fakes(unittest.TestCase):
             start = value(get(server.root + "/metrics"), "vllm:generation_tokens_created")
             server.restart()
             self.assertEqual(0, tokens())
-            self.assertNotEqual(start, value(get(server.root + "/metrics"), "vllm:generation_tokens_created"))
+            self.assertNotEqual(
+                start, value(get(server.root + "/metrics"), "vllm:generation_tokens_created")
+            )
 
     def test_faults_come_in_order_and_then_all_is_well(self):
-        names = ["refuse", "html", "half-json", "429-retry-after", "503", "redirect", "echo-key-error",
-                 "close-mid-body", "error-in-stream", "no-finish", "no-done", "empty", "bad-utf8"]
+        names = [
+            "refuse",
+            "html",
+            "half-json",
+            "429-retry-after",
+            "503",
+            "redirect",
+            "echo-key-error",
+            "close-mid-body",
+            "error-in-stream",
+            "no-finish",
+            "no-done",
+            "empty",
+            "bad-utf8",
+        ]
         with FakeServer("llama.cpp", faults=names) as server:
             for name in names:
                 with self.subTest(name):
                     try:
-                        chunks = chat(server, "hi", stream=True, headers={"Authorization": "Bearer sesame"})
+                        chunks = chat(
+                            server, "hi", stream=True, headers={"Authorization": "Bearer sesame"}
+                        )
                         self.assertIn(name, ("error-in-stream", "no-finish", "no-done", "empty"))
-                        self.assertEqual(name == "error-in-stream", any("error" in chunk for chunk in chunks))
+                        self.assertEqual(
+                            name == "error-in-stream", any("error" in chunk for chunk in chunks)
+                        )
                     except urllib.error.HTTPError as error:
-                        self.assertIn(name, ("429-retry-after", "503", "redirect", "echo-key-error"))
+                        self.assertIn(
+                            name, ("429-retry-after", "503", "redirect", "echo-key-error")
+                        )
                         self.assertEqual(name == "echo-key-error", b"Bearer sesame" in error.read())
                         error.close()
                     except (OSError, ValueError, http.client.HTTPException):
-                        self.assertIn(name, ("refuse", "html", "half-json", "close-mid-body", "bad-utf8"))
+                        self.assertIn(
+                            name, ("refuse", "html", "half-json", "close-mid-body", "bad-utf8")
+                        )
             self.assertEqual(32, chat(server, "hi")["usage"]["completion_tokens"])
             self.assertEqual([32, 32, 1, 32, 32], [counts.tokens for counts in server.given])
 
@@ -150,7 +204,9 @@ class Fakes(unittest.TestCase):
 
             def read_for(seconds):
                 """What comes in that time, and whether the connection is still open."""
-                with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
+                with socket.create_connection(
+                    ("127.0.0.1", server.port), timeout=seconds
+                ) as connection:
                     connection.sendall(head + body)
                     data, end = b"", time.perf_counter() + seconds
                     while time.perf_counter() < end:
@@ -172,26 +228,41 @@ class Fakes(unittest.TestCase):
     def test_keys_models_and_fields_are_refused_as_engines_do(self):
         def status(server, path=None, **more):
             try:
-                return 200 if (get(server.root + path) if path else chat(server, "hi", **more)) else None
+                return (
+                    200
+                    if (get(server.root + path) if path else chat(server, "hi", **more))
+                    else None
+                )
             except urllib.error.HTTPError as error:
                 error.close()
                 return error.code
+
         with FakeServer("vllm", api_key="sesame") as server:
-            self.assertEqual([401, 401, 200, 200], [status(server, path)
-                                                    for path in (None, "/v1/models", "/metrics", "/version")])
+            self.assertEqual(
+                [401, 401, 200, 200],
+                [status(server, path) for path in (None, "/v1/models", "/metrics", "/version")],
+            )
             self.assertEqual(200, status(server, headers={"Authorization": "Bearer sesame"}))
-            self.assertEqual(404, status(server, headers={"Authorization": "Bearer sesame"}, model="other"))
+            self.assertEqual(
+                404, status(server, headers={"Authorization": "Bearer sesame"}, model="other")
+            )
         with FakeServer("llama.cpp", api_key="sesame") as server:
             self.assertEqual([401, 200], [status(server, "/metrics"), status(server, "/health")])
         with FakeServer("llama.cpp", metrics=False, reject={"seed": "no seed"}) as server:
-            self.assertEqual([501, 200, 400],
-                             [status(server, "/metrics"), status(server, model="x"), status(server, seed=1)])
+            self.assertEqual(
+                [501, 200, 400],
+                [status(server, "/metrics"), status(server, model="x"), status(server, seed=1)],
+            )
         with FakeServer("tensorrt-llm") as server:
-            self.assertEqual([400, 200], [status(server, cache_prompt=True), status(server, seed=1)])
+            self.assertEqual(
+                [400, 200], [status(server, cache_prompt=True), status(server, seed=1)]
+            )
 
     def test_logprobs_show_the_gap_that_was_asked_for(self):
         with FakeServer("vllm", answers={"hi": "a b c"}, gaps={1: (" other", 0.125)}) as server:
-            content = chat(server, "hi", logprobs=True, top_logprobs=3)["choices"][0]["logprobs"]["content"]
+            content = chat(server, "hi", logprobs=True, top_logprobs=3)["choices"][0]["logprobs"][
+                "content"
+            ]
         self.assertEqual(["a", " b", " c"], [entry["token"] for entry in content])
         first, second = content[1]["top_logprobs"][:2]
         self.assertEqual((" b", " other"), (first["token"], second["token"]))
@@ -200,11 +271,15 @@ class Fakes(unittest.TestCase):
 
     def test_thinking_comes_first_and_in_the_engines_own_field(self):
         for name, fields in (("vllm", {"reasoning"}), ("llama.cpp", {"reasoning_content"})):
-            with FakeServer(name, answers={"hi": {"reasoning": "let me see", "content": "42"}}) as server:
+            with FakeServer(
+                name, answers={"hi": {"reasoning": "let me see", "content": "42"}}
+            ) as server:
                 message = chat(server, "hi")["choices"][0]["message"]
                 self.assertEqual("42", message["content"])
                 self.assertEqual({"let me see"}, {message[field] for field in fields})
-                self.assertIsNone(chat(server, "hi", max_tokens=2)["choices"][0]["message"]["content"])
+                self.assertIsNone(
+                    chat(server, "hi", max_tokens=2)["choices"][0]["message"]["content"]
+                )
 
     def test_replay_serves_the_recorded_bytes(self):
         with ReplayServer("routes.json", CASES / "D05") as server:
@@ -224,7 +299,9 @@ class Fakes(unittest.TestCase):
         expected = json.loads((DATA / "engines" / "expected.json").read_text("utf-8"))
         self.assertEqual(set(ENGINES), set(expected))
         for name, parts in expected.items():
-            self.assertEqual(parts["page"] is not None, (DATA / "engines" / (name + ".after.txt")).exists(), name)
+            self.assertEqual(
+                parts["page"] is not None, (DATA / "engines" / (name + ".after.txt")).exists(), name
+            )
             for values in filter(None, (parts["page"], parts["response"])):
                 steps, drafted, accepted = values["steps"], values["drafted"], values["accepted"]
                 if drafted is not None:

@@ -10,9 +10,9 @@ import measure_speculative as ms
 from tests.fakes import HUGE_BYTES, FakeServer
 from tests.support import measure, run_main
 
-TIMEOUT = 0.2       # where it is to be exceeded; elsewhere a busy machine gets
+TIMEOUT = 0.2  # where it is to be exceeded; elsewhere a busy machine gets
 PATIENCE = 30.0
-BOUND = ms.MAX_BODY_BYTES     # as it is; the tests lower it, for speed
+BOUND = ms.MAX_BODY_BYTES  # as it is; the tests lower it, for speed
 DEADLINE = ("no answer within 0.2 s", "--timeout")
 CUT_OFF = ("ended without a finish reason", "See its log")
 NOT_JSON = ("is this the base URL of an OpenAI-compatible server",)
@@ -31,7 +31,11 @@ CHAT = [
     ("html", ("an HTML page",) + NOT_JSON, ("an HTML page",) + NOT_JSON),
     ("half-json", ("no valid JSON",) + NOT_JSON, ("no valid JSON",) + NOT_JSON),
     ("huge-body", ("more than 4 MiB", "--max-tokens"), ("more than 4 MiB", "--max-tokens")),
-    ("error-in-stream", ("the engine failed while it generated", "log"), ("HTTP 500", "the engine failed while it generated", "log")),
+    (
+        "error-in-stream",
+        ("the engine failed while it generated", "log"),
+        ("HTTP 500", "the engine failed while it generated", "log"),
+    ),
     ("no-finish", CUT_OFF, None),
     ("500", ("HTTP 500", "fault 500", "log"), ("HTTP 500", "fault 500", "log")),
     ("502", ("HTTP 502", "fault 502", "log"), ("HTTP 502", "fault 502", "log")),
@@ -61,10 +65,12 @@ MODELS = [
 
 
 class Faults(unittest.TestCase):
-
     def setUp(self):
         self.slept = []
-        for patch in (mock.patch.object(ms.time, "sleep", self.slept.append), mock.patch.object(ms, "MAX_BODY_BYTES", 4 << 20)):
+        for patch in (
+            mock.patch.object(ms.time, "sleep", self.slept.append),
+            mock.patch.object(ms, "MAX_BODY_BYTES", 4 << 20),
+        ):
             patch.start()
             self.addCleanup(patch.stop)
 
@@ -79,7 +85,9 @@ class Faults(unittest.TestCase):
     def check_clean(self, outcome):
         for text in (outcome.out, outcome.err):
             self.assertNotIn("Traceback", text)
-            self.assertNotRegex(text, r"\b(?:urllib|http\.client|socket\.|Errno|Exception|object at 0x)")
+            self.assertNotRegex(
+                text, r"\b(?:urllib|http\.client|socket\.|Errno|Exception|object at 0x)"
+            )
         self.assertNotRegex(outcome.out, r"(?i)\bnan\b|\binf\b")
 
     def check_no_number(self, record):
@@ -91,21 +99,29 @@ class Faults(unittest.TestCase):
 
 
 class ChatFaults(Faults):
-
     def test_a_body_of_300_mb_is_beyond_the_bound(self):
         self.assertLess(BOUND, HUGE_BYTES / 2)
 
     def check_fault(self, fault, words, *flags):
         with FakeServer("plain", faults=[fault], repeat_fault=True, words=6) as server:
             started = time.perf_counter()
-            outcome = measure(server, None, "--timeout", TIMEOUT if words == DEADLINE else PATIENCE, *flags, prompts=["a", "b"])
+            outcome = measure(
+                server,
+                None,
+                "--timeout",
+                TIMEOUT if words == DEADLINE else PATIENCE,
+                *flags,
+                prompts=["a", "b"],
+            )
             elapsed = time.perf_counter() - started
         self.assertEqual(1, outcome.code, outcome.err)
         self.check_clean(outcome)
         self.check_line(outcome.err, server, words)
-        self.assertLess(elapsed, 3 * TIMEOUT + 20)   # a warm-up and two prompts
+        self.assertLess(elapsed, 3 * TIMEOUT + 20)  # a warm-up and two prompts
         record = outcome.endpoint()
-        self.assertEqual((2, 0, 2), tuple(record[name] for name in ("requests", "completed", "failed")))
+        self.assertEqual(
+            (2, 0, 2), tuple(record[name] for name in ("requests", "completed", "failed"))
+        )
         self.check_no_number(record)
         self.check_line(record["first_error"], server, words)
         self.assertLessEqual(sum(self.slept), 3 * 60)
@@ -137,7 +153,9 @@ class ChatFaults(Faults):
                     with servers[0], servers[1]:
                         outcome = measure(*servers, prompts=["a", "b"])
                     self.assertEqual(1, outcome.code)
-                    self.assertEqual(["endpoint", "endpoint"], [record["kind"] for record in outcome.records])
+                    self.assertEqual(
+                        ["endpoint", "endpoint"], [record["kind"] for record in outcome.records]
+                    )
                     self.check_clean(outcome)
                     self.assertNotRegex(outcome.out, "PAYS|UNDECIDED|[0-9]x\\b")
                     arms = ("baseline", "speculative")
@@ -146,25 +164,49 @@ class ChatFaults(Faults):
                     self.assertEqual((2, 12), (good["completed"], good["output_tokens"]))
 
     def test_one_failed_request_leaves_its_pair_out_of_every_figure_and_shifts_no_other(self):
-        faults = [(fault, 1.0 if words == DEADLINE else PATIENCE) for fault, words, _ in CHAT if fault[:3] not in ("429", "503", "red")]
+        faults = [
+            (fault, 1.0 if words == DEADLINE else PATIENCE)
+            for fault, words, _ in CHAT
+            if fault[:3] not in ("429", "503", "red")
+        ]
         for fault, timeout in faults:
             with self.subTest(fault):
                 # the warm-up, then "a" to "d": the second is lost on one side
-                with FakeServer("plain", words=6) as base, FakeServer("plain", words=6, faults=[None, None, fault]) as drafting:
-                    outcome = measure(base, drafting, "--timeout", timeout, prompts=["a", "b", "c", "d"])
+                with (
+                    FakeServer("plain", words=6) as base,
+                    FakeServer("plain", words=6, faults=[None, None, fault]) as drafting,
+                ):
+                    outcome = measure(
+                        base, drafting, "--timeout", timeout, prompts=["a", "b", "c", "d"]
+                    )
                 self.assertEqual(0, outcome.code, outcome.err)
                 self.check_clean(outcome)
                 texts = outcome.comparison()["text_comparison"]
-                self.assertEqual((3, 3, 0, 1), tuple(texts[k] for k in ("compared", "identical", "divergent", "failed")))
+                self.assertEqual(
+                    (3, 3, 0, 1),
+                    tuple(texts[k] for k in ("compared", "identical", "divergent", "failed")),
+                )
                 self.assertEqual(3, outcome.comparison()["speedup"]["prompts"])
-                self.assertEqual((4, 4, 0, 24), tuple(outcome.endpoint()[k] for k in ("requests", "completed", "failed", "output_tokens")))
+                self.assertEqual(
+                    (4, 4, 0, 24),
+                    tuple(
+                        outcome.endpoint()[k]
+                        for k in ("requests", "completed", "failed", "output_tokens")
+                    ),
+                )
                 lost = outcome.endpoint("speculative")
-                self.assertEqual((4, 3, 1, 18), tuple(lost[k] for k in ("requests", "completed", "failed", "output_tokens")))
+                self.assertEqual(
+                    (4, 3, 1, 18),
+                    tuple(lost[k] for k in ("requests", "completed", "failed", "output_tokens")),
+                )
                 self.assertIn(drafting.url, lost["first_error"])
                 self.assertLess(lost["latency_s"]["max"], timeout)
 
     def test_errors_of_one_server_never_name_the_other(self):
-        with FakeServer("plain", words=6) as base, FakeServer("plain", faults=["500"], repeat_fault=True) as drafting:
+        with (
+            FakeServer("plain", words=6) as base,
+            FakeServer("plain", faults=["500"], repeat_fault=True) as drafting,
+        ):
             outcome = measure(base, drafting, prompts=["a"])
         self.assertNotIn(base.url, outcome.err)
         self.assertIn(drafting.url, outcome.err)
@@ -181,13 +223,25 @@ class ChatFaults(Faults):
 
 
 class PreflightFaults(Faults):
-
     def test_each_fault_of_the_model_list_is_one_clear_line_or_no_obstacle(self):
         for fault, code, words in MODELS:
-            with self.subTest(fault), FakeServer("plain", words=3, page_faults={"/v1/models": [fault]}, repeat_fault=True) as server:
+            with (
+                self.subTest(fault),
+                FakeServer(
+                    "plain", words=3, page_faults={"/v1/models": [fault]}, repeat_fault=True
+                ) as server,
+            ):
                 del self.slept[:]
                 started = time.perf_counter()
-                outcome = measure(server, None, "--timeout", TIMEOUT if words == DEADLINE else PATIENCE, "--model", "fake-model", prompts=["a"])
+                outcome = measure(
+                    server,
+                    None,
+                    "--timeout",
+                    TIMEOUT if words == DEADLINE else PATIENCE,
+                    "--model",
+                    "fake-model",
+                    prompts=["a"],
+                )
                 self.assertLess(time.perf_counter() - started, 20)
                 self.assertEqual(code, outcome.code, outcome.err)
                 self.check_clean(outcome)
@@ -198,7 +252,12 @@ class PreflightFaults(Faults):
 
     def test_without_a_model_name_an_unreadable_list_asks_for_one(self):
         for fault in ("html", "half-json", "404", "500"):
-            with self.subTest(fault), FakeServer("plain", page_faults={"/v1/models": [fault]}, repeat_fault=True) as server:
+            with (
+                self.subTest(fault),
+                FakeServer(
+                    "plain", page_faults={"/v1/models": [fault]}, repeat_fault=True
+                ) as server,
+            ):
                 outcome = measure(server, None, prompts=["a"])
                 self.assertEqual((2, []), (outcome.code, server.chats))
                 self.check_line(outcome.err, server, ("--model",))
@@ -213,7 +272,9 @@ class PreflightFaults(Faults):
             self.assertIn(words, outcome.err)
 
     def test_an_unknown_host_is_said(self):
-        with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
+        with mock.patch.object(
+            socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")
+        ):
             outcome = run_main("--baseline-url", "http://no-such-host:8080/v1", "--model", "m")
         self.assertEqual((2, 1), (outcome.code, outcome.err.count("\n")))
         for words in ("http://no-such-host:8080/v1", "host name"):
@@ -242,19 +303,40 @@ class PreflightFaults(Faults):
         self.assertIn("is this an HTTP server", outcome.err)
 
     def test_faults_of_side_pages_stop_nothing(self):
-        pages = ("/metrics", "/props", "/version", "/server_info", "/info", "/api/version", "/api/extra/version", "/slots")
+        pages = (
+            "/metrics",
+            "/props",
+            "/version",
+            "/server_info",
+            "/info",
+            "/api/version",
+            "/api/extra/version",
+            "/slots",
+        )
         for fault in ("refuse", "html", "half-json", "500", "redirect", "401", "huge-body"):
-            with self.subTest(fault), FakeServer("llama.cpp", words=3, page_faults={page: [fault] for page in pages}, repeat_fault=True) as server:
+            with (
+                self.subTest(fault),
+                FakeServer(
+                    "llama.cpp",
+                    words=3,
+                    page_faults={page: [fault] for page in pages},
+                    repeat_fault=True,
+                ) as server,
+            ):
                 outcome = measure(server, None, prompts=["a"])
                 self.assertEqual(0, outcome.code, outcome.err)
                 self.check_clean(outcome)
                 record = outcome.endpoint()
                 self.assertIsNone(record["spec_metrics_delta"])
-                self.assertIn("metrics-unavailable", [entry["finding"] for entry in record["audit"]])
+                self.assertIn(
+                    "metrics-unavailable", [entry["finding"] for entry in record["audit"]]
+                )
 
     def test_side_pages_that_hang_cost_no_more_than_the_timeout_each(self):
         pages = ("/metrics", "/props", "/slots")
-        with FakeServer("llama.cpp", words=3, page_faults={page: ["hang"] for page in pages}, repeat_fault=True) as server:
+        with FakeServer(
+            "llama.cpp", words=3, page_faults={page: ["hang"] for page in pages}, repeat_fault=True
+        ) as server:
             started = time.perf_counter()
             outcome = measure(server, None, "--timeout", "0.5", prompts=["a"])
             self.assertLess(time.perf_counter() - started, 20)
@@ -262,8 +344,18 @@ class PreflightFaults(Faults):
 
     def test_a_metrics_page_that_dies_in_the_run_is_unavailable_and_not_zero(self):
         for fault in ("hang", "503", "html", "half-json"):
-            with self.subTest(fault), FakeServer("vllm", words=3, page_faults={"/metrics": [None, None, fault]}, repeat_fault=True) as server:
-                outcome = measure(server, None, "--timeout", "0.5" if fault == "hang" else PATIENCE, prompts=["a"])
+            with (
+                self.subTest(fault),
+                FakeServer(
+                    "vllm",
+                    words=3,
+                    page_faults={"/metrics": [None, None, fault]},
+                    repeat_fault=True,
+                ) as server,
+            ):
+                outcome = measure(
+                    server, None, "--timeout", "0.5" if fault == "hang" else PATIENCE, prompts=["a"]
+                )
                 self.assertEqual(0, outcome.code, outcome.err)
                 record = outcome.endpoint()
                 self.assertIsNone(record["spec_metrics_delta"])
@@ -271,7 +363,6 @@ class PreflightFaults(Faults):
 
 
 class RunFiles(Faults):
-
     def test_failed_requests_stand_in_the_run_file_with_their_errors_and_without_text(self):
         import json
 

@@ -15,8 +15,11 @@ from tests.fakes import FakeServer, Speculation
 from tests.support import measure, run_main
 
 PROMPTS = ["prompt %d" % i for i in range(4)]
-NEVER_PAYS = ("--min-gain", 99)      # asks for a hundredfold speed: a verdict that no hiccup of the machine can change
-T_11 = 2.200985     # published: Student's t, 11 degrees of freedom, 95% two-sided
+NEVER_PAYS = (
+    "--min-gain",
+    99,
+)  # asks for a hundredfold speed: a verdict that no hiccup of the machine can change
+T_11 = 2.200985  # published: Student's t, 11 degrees of freedom, 95% two-sided
 
 
 def drafting(**options):
@@ -28,7 +31,13 @@ def lines(records):
 
 
 def interval(ratio, share=0.03, prompts=12, name="ratio"):
-    return {name: ratio, "low": ratio * (1 - share), "high": ratio * (1 + share), "level": 0.95, "prompts": prompts}
+    return {
+        name: ratio,
+        "low": ratio * (1 - share),
+        "high": ratio * (1 + share),
+        "level": 0.95,
+        "prompts": prompts,
+    }
 
 
 class Notebook(unittest.TestCase):
@@ -45,16 +54,29 @@ class Notebook(unittest.TestCase):
         """The three records of one run with these planted figures."""
         records = copy.deepcopy(self.triple)
         for record in records:
-            record.update(label=record["label"].replace("night", label), run_id="%012x" % (number + 1),
-                          recorded_at="2026-%02d-%02dT03:00:00+02:00" % (1 + number // 28 % 12, 1 + number % 28), **changes)
+            record.update(
+                label=record["label"].replace("night", label),
+                run_id="%012x" % (number + 1),
+                recorded_at="2026-%02d-%02dT03:00:00+02:00"
+                % (1 + number // 28 % 12, 1 + number % 28),
+                **changes,
+            )
             if record["kind"] == "comparison":
-                record.update(speedup=ratio and interval(ratio, share), baseline_tokens_per_s=speed, speculative_tokens_per_s=speed * (ratio or 1))
+                record.update(
+                    speedup=ratio and interval(ratio, share),
+                    baseline_tokens_per_s=speed,
+                    speculative_tokens_per_s=speed * (ratio or 1),
+                )
             elif record["label"].endswith("/baseline"):
-                record.update(speed=interval(speed, share, name="tokens_per_s"), output_tokens_per_s=speed)
+                record.update(
+                    speed=interval(speed, share, name="tokens_per_s"), output_tokens_per_s=speed
+                )
         return records
 
     def report(self, records, *flags, damaged=""):
-        return run_main("report", "book.md", *flags, files={"book.md": "# Notes\n\n" + lines(records) + damaged})
+        return run_main(
+            "report", "book.md", *flags, files={"book.md": "# Notes\n\n" + lines(records) + damaged}
+        )
 
 
 class Report(Notebook):
@@ -62,7 +84,9 @@ class Report(Notebook):
         text, damaged = "# Notes\n", []
         dice, number = random.Random(3), 0
         for run in range(134):
-            for record in self.run_records(run, dice.uniform(1.5, 2.0), label="label-%d" % (run % 5)):
+            for record in self.run_records(
+                run, dice.uniform(1.5, 2.0), label="label-%d" % (run % 5)
+            ):
                 text += json.dumps(record) + "\n"
                 number += 1
             if run % 10 == 9:
@@ -83,7 +107,11 @@ class Report(Notebook):
     def test_history_shows_each_figure_and_marks_the_change(self):
         runs = [(1.8, "="), (1.79, "="), (1.5, "v"), (1.9, "^"), (None, "?"), (1.9, "?")]
         records = [r for i, (ratio, _) in enumerate(runs) for r in self.run_records(i, ratio)]
-        rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in self.report(records).out.splitlines() if row.startswith("| 2026-")]
+        rows = [
+            [cell.strip() for cell in row.strip("|").split("|")]
+            for row in self.report(records).out.splitlines()
+            if row.startswith("| 2026-")
+        ]
         self.assertEqual([row[1] for row in rows], [""] + [mark for _, mark in runs[1:]])
         self.assertEqual([row[2] for row in rows], ["1.80", "1.79", "1.50", "1.90", "-", "1.90"])
         self.assertEqual(rows[2][3], "%.2f to %.2f" % (1.5 * 0.97, 1.5 * 1.03))
@@ -95,14 +123,24 @@ class Report(Notebook):
         self.assertEqual(ms.trend_marks([1.0, 2.0, 1.5, None])[::3], "_?")
         marks = ms.trend_marks([1.0 + i / 5 for i in range(6)])
         self.assertEqual((marks[0], marks[-1], len(set(marks))), ("_", "#", 6))
-        self.assertEqual(len(set(ms.trend_marks([1.8, 1.8001, 1.7999]))), 1, "noise below a half percent is no trend")
+        self.assertEqual(
+            len(set(ms.trend_marks([1.8, 1.8001, 1.7999]))),
+            1,
+            "noise below a half percent is no trend",
+        )
         self.assertEqual(ms.trend_marks([]), "")
 
     def test_what_changed_between_two_runs_is_said(self):
-        for changes, words in (({"engine_version": "0.34.0"}, "version 0.33.0 -> 0.34.0"), ({"prompts_sha256": "other"}, "prompts"),
-                               ({"max_tokens": 64}, "max_tokens 192 -> 64"), ({"model": "bigger"}, "model fake-model -> bigger")):
+        for changes, words in (
+            ({"engine_version": "0.34.0"}, "version 0.33.0 -> 0.34.0"),
+            ({"prompts_sha256": "other"}, "prompts"),
+            ({"max_tokens": 64}, "max_tokens 192 -> 64"),
+            ({"model": "bigger"}, "model fake-model -> bigger"),
+        ):
             with self.subTest(words):
-                self.assertIn(words, self.report(self.run_records(0) + self.run_records(1, **changes)).out)
+                self.assertIn(
+                    words, self.report(self.run_records(0) + self.run_records(1, **changes)).out
+                )
 
     def test_a_changed_context_length_is_said(self):
         with FakeServer("vllm", context=4096) as a, drafting(context=4096) as b:
@@ -119,22 +157,46 @@ class Report(Notebook):
         self.assertRegex(self.report(first + second).out, "0.33.0 -> 0.34.0")
 
     def test_levels_are_not_mixed_into_one_history(self):
-        records = [r for night in range(3) for level, ratio in ((1, 1.8), (4, 0.9))
-                   for r in self.run_records(2 * night + (level == 4), ratio, concurrency=level)]
-        rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in self.report(records).out.splitlines() if row.startswith("| 2026-")]
-        self.assertEqual([(row[1], row[2]) for row in rows], [("", "1.80"), ("=", "1.80"), ("=", "1.80"), ("", "0.90"), ("=", "0.90"), ("=", "0.90")])
+        records = [
+            r
+            for night in range(3)
+            for level, ratio in ((1, 1.8), (4, 0.9))
+            for r in self.run_records(2 * night + (level == 4), ratio, concurrency=level)
+        ]
+        rows = [
+            [cell.strip() for cell in row.strip("|").split("|")]
+            for row in self.report(records).out.splitlines()
+            if row.startswith("| 2026-")
+        ]
+        self.assertEqual(
+            [(row[1], row[2]) for row in rows],
+            [
+                ("", "1.80"),
+                ("=", "1.80"),
+                ("=", "1.80"),
+                ("", "0.90"),
+                ("=", "0.90"),
+                ("=", "0.90"),
+            ],
+        )
 
     def test_one_label_can_be_asked_for(self):
-        out = self.report(self.run_records(0) + self.run_records(1, label="other"), "--label", "night").out
+        out = self.report(
+            self.run_records(0) + self.run_records(1, label="other"), "--label", "night"
+        ).out
         self.assertIn("night/comparison", out)
         self.assertNotIn("other/comparison", out)
 
     def test_csv_and_json_hold_the_same_figures(self):
         records = [r for i in range(3) for r in self.run_records(i, 1.5 + i / 10)]
         rows = list(csv.DictReader(io.StringIO(self.report(records, "--format", "csv").out)))
-        self.assertEqual([(row["label"], float(row["ratio"]), row["verdict"]) for row in rows],
-                         [("night/comparison", 1.5 + i / 10, records[2]["verdict"]) for i in range(3)])
-        told = [json.loads(line) for line in self.report(records, "--format", "json").out.splitlines()]
+        self.assertEqual(
+            [(row["label"], float(row["ratio"]), row["verdict"]) for row in rows],
+            [("night/comparison", 1.5 + i / 10, records[2]["verdict"]) for i in range(3)],
+        )
+        told = [
+            json.loads(line) for line in self.report(records, "--format", "json").out.splitlines()
+        ]
         self.assertEqual(told, records)
 
     def test_a_notebook_without_records_is_said_to_be_empty(self):
@@ -148,13 +210,21 @@ class Report(Notebook):
         self.assertIn("none.md", outcome.err)
 
     def test_other_programs_records_are_left_alone(self):
-        foreign = [{"lab": "elsewhere", "schema": 2, "kind": "comparison", "label": "x/comparison"}, {"n": 1},
-                   {"lab": ms.LAB, "schema": 99, "kind": "comparison"}]
+        foreign = [
+            {"lab": "elsewhere", "schema": 2, "kind": "comparison", "label": "x/comparison"},
+            {"n": 1},
+            {"lab": ms.LAB, "schema": 99, "kind": "comparison"},
+        ]
         out = self.report(foreign + self.run_records(0)).out
         self.assertEqual(sum(row.startswith("## ") for row in out.splitlines()), 1)
 
     def test_a_record_that_lost_its_keys_is_skipped_and_no_traceback(self):
-        broken = {"lab": ms.LAB, "schema": ms.SCHEMA, "kind": "comparison", "label": "night/comparison"}
+        broken = {
+            "lab": ms.LAB,
+            "schema": ms.SCHEMA,
+            "kind": "comparison",
+            "label": "night/comparison",
+        }
         for flags in ((), ("--format", "csv")):
             with self.subTest(flags):
                 outcome = self.report([broken] + self.run_records(0), *flags)
@@ -167,14 +237,20 @@ class Regression(Notebook):
         return ms.regressions(before, after)
 
     def test_a_planted_fall_of_10_percent_fires_with_intervals_of_3(self):
-        for what, after in (("speed-up", {"ratio": 1.8 * 0.9}), ("baseline tokens/s", {"speed": 40.0 * 0.9})):
+        for what, after in (
+            ("speed-up", {"ratio": 1.8 * 0.9}),
+            ("baseline tokens/s", {"speed": 40.0 * 0.9}),
+        ):
             with self.subTest(what):
                 (alarm,) = self.alarms(self.run_records(0), self.run_records(1, **after))
                 self.assertIn(what, alarm)
 
     def test_overlapping_intervals_a_rise_and_a_first_run_are_silent(self):
         for before, after in (
-            (self.run_records(0), self.run_records(1, ratio=1.8 * 0.95, speed=40 * 0.95)),     # 1.7..1.76 reaches into 1.746..
+            (
+                self.run_records(0),
+                self.run_records(1, ratio=1.8 * 0.95, speed=40 * 0.95),
+            ),  # 1.7..1.76 reaches into 1.746..
             (self.run_records(0), self.run_records(1, ratio=2.5, speed=80)),
             ([], self.run_records(1)),
             (self.run_records(0, ratio=None), self.run_records(1, ratio=0.5)),
@@ -182,19 +258,44 @@ class Regression(Notebook):
             self.assertEqual(self.alarms(before, after), [])
 
     def test_only_the_same_label_model_prompts_tokens_and_level_are_compared(self):
-        for changes in ({"label": "other"}, {"model": "bigger"}, {"prompts_sha256": "x"}, {"max_tokens": 64}, {"concurrency": 4}):
+        for changes in (
+            {"label": "other"},
+            {"model": "bigger"},
+            {"prompts_sha256": "x"},
+            {"max_tokens": 64},
+            {"concurrency": 4},
+        ):
             with self.subTest(changes):
-                self.assertEqual(self.alarms(self.run_records(0, **changes), self.run_records(1, ratio=0.5, speed=1)), [])
+                self.assertEqual(
+                    self.alarms(
+                        self.run_records(0, **changes), self.run_records(1, ratio=0.5, speed=1)
+                    ),
+                    [],
+                )
 
     def test_the_last_comparable_record_counts(self):
-        history = self.run_records(0, 3.0) + self.run_records(1, 1.8) + self.run_records(2, 9.0, label="other")
+        history = (
+            self.run_records(0, 3.0)
+            + self.run_records(1, 1.8)
+            + self.run_records(2, 9.0, label="other")
+        )
         self.assertEqual(self.alarms(history, self.run_records(3, 1.79)), [])
         self.assertEqual(len(self.alarms(history, self.run_records(3, 1.6))), 1)
 
     def test_the_line_says_what_fell_from_what_to_what_since_when_and_what_changed(self):
-        (alarm,) = self.alarms(self.run_records(0), self.run_records(1, 1.62, engine_version="0.34.0"))
-        for part in ("night/comparison", "speed-up", "1.80", "1.75 to 1.85", "1.62", "1.57 to 1.67", "2026-01-01T03:00:00+02:00",
-                     "version 0.33.0 -> 0.34.0"):
+        (alarm,) = self.alarms(
+            self.run_records(0), self.run_records(1, 1.62, engine_version="0.34.0")
+        )
+        for part in (
+            "night/comparison",
+            "speed-up",
+            "1.80",
+            "1.75 to 1.85",
+            "1.62",
+            "1.57 to 1.67",
+            "2026-01-01T03:00:00+02:00",
+            "version 0.33.0 -> 0.34.0",
+        ):
             self.assertIn(part, alarm)
         self.assertNotIn("\n", alarm)
 
@@ -205,15 +306,23 @@ class Regression(Notebook):
         2.8 standard deviations of that difference. With 11 degrees of freedom that happens in 0.27% of the runs for each
         figure (200,000 simulated runs): 0.27 alarms are expected in 50 runs with two figures each. At most 5 are allowed.
         """
+
         def drawn(dice, true, name="ratio"):
             logs = [math.log(true) + dice.gauss(0, 0.03 * math.sqrt(12) / T_11) for _ in range(12)]
             mean = sum(logs) / 12
             half = T_11 * math.sqrt(sum((x - mean) ** 2 for x in logs) / 11 / 12)
-            return dict(interval(math.exp(mean), name=name), low=math.exp(mean - half), high=math.exp(mean + half))
+            return dict(
+                interval(math.exp(mean), name=name),
+                low=math.exp(mean - half),
+                high=math.exp(mean + half),
+            )
 
         def night(dice, number):
             records = self.run_records(number)
-            records[0]["speed"], records[2]["speedup"] = drawn(dice, 40.0, "tokens_per_s"), drawn(dice, 1.8)
+            records[0]["speed"], records[2]["speedup"] = (
+                drawn(dice, 40.0, "tokens_per_s"),
+                drawn(dice, 1.8),
+            )
             return [records[0], records[2]]
 
         dice, history, alarms = random.Random(50), night(random.Random(51), 0), []
@@ -223,7 +332,7 @@ class Regression(Notebook):
             history += now
         self.assertLessEqual(len(alarms), 5)
         before, many = night(dice, 0), 0
-        for number in range(1, 1000):       # the rate itself, over many more
+        for number in range(1, 1000):  # the rate itself, over many more
             now = night(dice, number)
             many += len(self.alarms(before, now))
             before = now
@@ -235,10 +344,18 @@ class Regression(Notebook):
         for _ in range(200):
             figures = []
             for true in (1.8, 1.62):
-                logs = [math.log(true) + dice.gauss(0, 0.03 * math.sqrt(12) / T_11) for _ in range(12)]
+                logs = [
+                    math.log(true) + dice.gauss(0, 0.03 * math.sqrt(12) / T_11) for _ in range(12)
+                ]
                 mean = sum(logs) / 12
                 half = T_11 * math.sqrt(sum((x - mean) ** 2 for x in logs) / 11 / 12)
-                figures.append(dict(interval(math.exp(mean)), low=math.exp(mean - half), high=math.exp(mean + half)))
+                figures.append(
+                    dict(
+                        interval(math.exp(mean)),
+                        low=math.exp(mean - half),
+                        high=math.exp(mean + half),
+                    )
+                )
             before, after = self.run_records(0), self.run_records(1)
             before[2]["speedup"], after[2]["speedup"] = figures
             found += bool(self.alarms(before, after))
@@ -257,13 +374,20 @@ class Alarms(Notebook):
         self.assertRegex(outcome.err, pattern)
 
     def test_a_regression_ends_with_3_and_one_line_for_the_mail(self):
-        outcome = self.measured("--fail-on", "regression", "--quiet", earlier=self.run_records(0, 1000.0, 1e-6))
+        outcome = self.measured(
+            "--fail-on", "regression", "--quiet", earlier=self.run_records(0, 1000.0, 1e-6)
+        )
         self.assertEqual(outcome.out, "")
-        self.assert_one_line(outcome, r"^REGRESSION night/comparison: speed-up fell from 1000\.00 \(970\.00 to 1030\.00\) to .* since 2026-01-01T03:00:00\+02:00; ")
-        self.assertEqual(len(outcome.records), 6)      # what was measured is recorded all the same
+        self.assert_one_line(
+            outcome,
+            r"^REGRESSION night/comparison: speed-up fell from 1000\.00 \(970\.00 to 1030\.00\) to .* since 2026-01-01T03:00:00\+02:00; ",
+        )
+        self.assertEqual(len(outcome.records), 6)  # what was measured is recorded all the same
 
     def test_a_fallen_baseline_speed_is_a_regression_too(self):
-        outcome = self.measured("--fail-on", "regression", "--quiet", earlier=self.run_records(0, 0.001, 1e9))
+        outcome = self.measured(
+            "--fail-on", "regression", "--quiet", earlier=self.run_records(0, 0.001, 1e9)
+        )
         self.assert_one_line(outcome, "^REGRESSION night/baseline: baseline tokens/s fell from")
 
     def test_a_first_run_and_an_unasked_alarm_are_silent(self):
@@ -276,18 +400,38 @@ class Alarms(Notebook):
         self.assertEqual((outcome.code, outcome.err), (0, ""))
 
     def test_slower_fires_on_a_verdict_that_does_not_pay(self):
-        outcome = self.measured("--fail-on", "slower", "--quiet", a=FakeServer("vllm", first_delay_s=0.03), b=drafting(first_delay_s=0.15))
+        outcome = self.measured(
+            "--fail-on",
+            "slower",
+            "--quiet",
+            a=FakeServer("vllm", first_delay_s=0.03),
+            b=drafting(first_delay_s=0.15),
+        )
         self.assertEqual(outcome.comparison()["verdict"], "does-not-pay")
         self.assert_one_line(outcome, "^SLOWER night/comparison: DOES NOT PAY")
-        outcome = self.measured("--fail-on", "slower", a=FakeServer("vllm", first_delay_s=0.15), b=drafting(first_delay_s=0.03))
+        outcome = self.measured(
+            "--fail-on",
+            "slower",
+            a=FakeServer("vllm", first_delay_s=0.15),
+            b=drafting(first_delay_s=0.03),
+        )
         self.assertEqual(outcome.code, 0)
 
     def test_slower_is_silent_where_nothing_was_drafted(self):
-        outcome = self.measured("--fail-on", "slower", "--quiet", *NEVER_PAYS, b=FakeServer("vllm", speculation=Speculation(4, (None,))), prompts=PROMPTS)
+        outcome = self.measured(
+            "--fail-on",
+            "slower",
+            "--quiet",
+            *NEVER_PAYS,
+            b=FakeServer("vllm", speculation=Speculation(4, (None,))),
+            prompts=PROMPTS,
+        )
         self.assertEqual((outcome.comparison()["verdict"], outcome.code), (None, 0))
 
     def test_changed_text_fires(self):
-        outcome = self.measured("--fail-on", "changed-text", "--quiet", b=drafting(answers={"prompt 2": "other words"}))
+        outcome = self.measured(
+            "--fail-on", "changed-text", "--quiet", b=drafting(answers={"prompt 2": "other words"})
+        )
         self.assert_one_line(outcome, r"^CHANGED TEXT night/comparison: 1 of 4 .*byte 0")
         self.assertEqual(self.measured("--fail-on", "changed-text").code, 0)
 
@@ -295,7 +439,11 @@ class Alarms(Notebook):
         a = FakeServer("vllm", answers={"prompt 0": ["a b", "a c"], "prompt 3": "x y"})
         b = drafting(answers={"prompt 0": "a d", "prompt 3": "x z"})
         outcome = self.measured("--fail-on", "changed-text", "--quiet", "--repeats", 2, a=a, b=b)
-        told = next(d for d in outcome.comparison()["text_comparison"]["divergences"] if d["prompt_index"] == 3)["prompt_id"]
+        told = next(
+            d
+            for d in outcome.comparison()["text_comparison"]["divergences"]
+            if d["prompt_index"] == 3
+        )["prompt_id"]
         self.assert_one_line(outcome, "CHANGED TEXT .* 2 of 8 .*" + told)
 
     def test_changed_text_names_it_also_behind_20_unstable_ones(self):
@@ -303,18 +451,34 @@ class Alarms(Notebook):
 
         def unstable(prompt, n):
             return "same words" if prompt == prompts[-1] else "asked %d" % n
-        outcome = self.measured("--fail-on", "changed-text", "--quiet", "--repeats", 2, a=FakeServer("vllm", answers=unstable),
-                                b=drafting(answers=lambda p, n: "quite other words"), prompts=prompts)
+
+        outcome = self.measured(
+            "--fail-on",
+            "changed-text",
+            "--quiet",
+            "--repeats",
+            2,
+            a=FakeServer("vllm", answers=unstable),
+            b=drafting(answers=lambda p, n: "quite other words"),
+            prompts=prompts,
+        )
         self.assert_one_line(outcome, "CHANGED TEXT .* 2 of 52 ")
         self.assertNotIn("prompts-1 ", outcome.err)
 
     def test_several_may_be_given(self):
-        for flags in (("--fail-on", "slower,changed-text"), ("--fail-on", " regression, changed-text ,slower"),
-                      ("--fail-on", "slower", "--fail-on", "changed-text")):
+        for flags in (
+            ("--fail-on", "slower,changed-text"),
+            ("--fail-on", " regression, changed-text ,slower"),
+            ("--fail-on", "slower", "--fail-on", "changed-text"),
+        ):
             with self.subTest(flags):
-                outcome = self.measured(*flags, "--quiet", *NEVER_PAYS, b=drafting(answers={"prompt 2": "other words"}))
+                outcome = self.measured(
+                    *flags, "--quiet", *NEVER_PAYS, b=drafting(answers={"prompt 2": "other words"})
+                )
                 self.assertEqual(outcome.code, 3)
-                self.assertEqual([line.split(" ")[0] for line in outcome.err.splitlines()], ["SLOWER", "CHANGED"])
+                self.assertEqual(
+                    [line.split(" ")[0] for line in outcome.err.splitlines()], ["SLOWER", "CHANGED"]
+                )
 
     def test_an_unknown_condition_is_refused(self):
         outcome = run_main("--baseline-url", "http://127.0.0.1:1/v1", "--fail-on", "slower,faster")
@@ -329,21 +493,46 @@ class Alarms(Notebook):
     def test_compare_raises_the_same_alarms(self):
         with FakeServer("vllm") as a, drafting(answers={"prompt 2": "other words"}) as b:
             saved = measure(a, b, "--save-run", "run.jsonl", prompts=PROMPTS).files["run.jsonl"]
-        outcome = run_main("compare", "run.jsonl", "--fail-on", "changed-text", "--quiet", files={"run.jsonl": saved})
+        outcome = run_main(
+            "compare",
+            "run.jsonl",
+            "--fail-on",
+            "changed-text",
+            "--quiet",
+            files={"run.jsonl": saved},
+        )
         self.assert_one_line(outcome, "^CHANGED TEXT")
 
 
 class ExitCodes(Notebook):
     def test_a_server_that_completed_nothing_comes_before_an_alarm(self):
-        with FakeServer("vllm") as a, drafting(answers={"prompt 2": "other"}) as b, FakeServer("vllm", faults=[None, "html"], repeat_fault=True) as c:
-            outcome = measure(a, b, "--speculative-url", "dead=" + c.url, "--fail-on", "changed-text", "--quiet", prompts=PROMPTS)
+        with (
+            FakeServer("vllm") as a,
+            drafting(answers={"prompt 2": "other"}) as b,
+            FakeServer("vllm", faults=[None, "html"], repeat_fault=True) as c,
+        ):
+            outcome = measure(
+                a,
+                b,
+                "--speculative-url",
+                "dead=" + c.url,
+                "--fail-on",
+                "changed-text",
+                "--quiet",
+                prompts=PROMPTS,
+            )
         self.assertEqual(outcome.code, 1)
         self.assertIn("CHANGED TEXT", outcome.err)
-        self.assertEqual(len(outcome.records), 4)       # three servers, one comparison
+        self.assertEqual(len(outcome.records), 4)  # three servers, one comparison
 
     def test_a_notebook_that_could_not_be_written_comes_before_an_alarm(self):
-        with FakeServer("vllm") as a, drafting(answers={"prompt 2": "other"}) as b, \
-                mock.patch.object(ms, "append_records", side_effect=OSError(28, "No space left on device")):
+        with (
+            FakeServer("vllm") as a,
+            drafting(answers={"prompt 2": "other"}) as b,
+            mock.patch.object(
+                ms, "append_records", side_effect=OSError(28, "No space left on device")
+            ),
+        ):
             outcome = measure(a, b, "--fail-on", "changed-text", "--quiet", prompts=PROMPTS)
         self.assertEqual(outcome.code, 1)
         self.assertIn("CHANGED TEXT", outcome.err)
@@ -356,7 +545,12 @@ class ExitCodes(Notebook):
             if len(calls) == 6:
                 raise KeyboardInterrupt
             return real(*args, **options)
-        with FakeServer("vllm") as a, drafting(answers={"prompt 0": "other"}) as b, mock.patch.object(ms, "take_reading", stopped):
+
+        with (
+            FakeServer("vllm") as a,
+            drafting(answers={"prompt 0": "other"}) as b,
+            mock.patch.object(ms, "take_reading", stopped),
+        ):
             outcome = measure(a, b, "--fail-on", "changed-text", "--quiet", prompts=PROMPTS)
         self.assertEqual(outcome.code, 130)
         self.assertIn("CHANGED TEXT", outcome.err)

@@ -32,7 +32,13 @@ def paused(case, file, before, seconds):
     """complete() against a recording that pauses before a text of it."""
     at = (CASES / case / file).read_bytes().index(before)
     at = (CASES / case / file).read_bytes().rindex(b"data:", 0, at)
-    entry = {"method": "POST", "path": CHAT, "file": file, "split": [at], "delay_ms": seconds * 1000}
+    entry = {
+        "method": "POST",
+        "path": CHAT,
+        "file": file,
+        "split": [at],
+        "delay_ms": seconds * 1000,
+    }
     with ReplayServer([entry], CASES / case) as server:
         return ms.complete(endpoint(server), HI)
 
@@ -53,27 +59,57 @@ def stream_of(*events):
 
 
 def delta(content=None, finish=None, **more):
-    return dict({"choices": [{"index": 0, "delta": {"content": content} if content else {}, "finish_reason": finish}]}, **more)
+    return dict(
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "delta": {"content": content} if content else {},
+                    "finish_reason": finish,
+                }
+            ]
+        },
+        **more,
+    )
 
 
 class Streams(unittest.TestCase):
     """Cases A17, B11, B13 and D."""
 
     HELLO = [  # case, routes, completion tokens
-        ("D01", "routes.json", 3), ("D02", "routes_nospace.json", 3), ("D02", "routes_crlf.json", 3),
-        ("D02", "routes_cr_only.json", 3), ("D03", "routes.json", 3), ("D07", "routes_none.json", None),
-        ("D07", "routes_null.json", 3), ("D07", "routes_partial.json", None), ("D07", "routes_finish.json", 3),
-        ("D11", "routes_a.json", 3), ("D11", "routes_b.json", 3), ("D11", "routes_e.json", 3), ("D11", "routes_f.json", 3),
-        ("D11", "routes_h.json", 3), ("D16", "routes.json", 4), ("D16", "routes_stream.json", 4),
-        ("D18", "routes_gz.json", 3), ("D18", "routes_liar.json", 3),
+        ("D01", "routes.json", 3),
+        ("D02", "routes_nospace.json", 3),
+        ("D02", "routes_crlf.json", 3),
+        ("D02", "routes_cr_only.json", 3),
+        ("D03", "routes.json", 3),
+        ("D07", "routes_none.json", None),
+        ("D07", "routes_null.json", 3),
+        ("D07", "routes_partial.json", None),
+        ("D07", "routes_finish.json", 3),
+        ("D11", "routes_a.json", 3),
+        ("D11", "routes_b.json", 3),
+        ("D11", "routes_e.json", 3),
+        ("D11", "routes_f.json", 3),
+        ("D11", "routes_h.json", 3),
+        ("D16", "routes.json", 4),
+        ("D16", "routes_stream.json", 4),
+        ("D18", "routes_gz.json", 3),
+        ("D18", "routes_liar.json", 3),
     ]
 
     def test_a_whole_answer_is_read_whatever_its_shape(self):
         for case, routes, tokens in self.HELLO:
             with self.subTest(case, routes=routes):
                 answer = replayed(case, routes)
-                self.assertEqual(("Hello world", "", "stop", tokens),
-                                 (answer.content, answer.reasoning, answer.finish_reason, answer.completion_tokens))
+                self.assertEqual(
+                    ("Hello world", "", "stop", tokens),
+                    (
+                        answer.content,
+                        answer.reasoning,
+                        answer.finish_reason,
+                        answer.completion_tokens,
+                    ),
+                )
 
     def test_d01_a_chunk_without_choices_is_not_the_first_token(self):
         self.assertGreaterEqual(paused("D01", "chat.http", b'"Hello"', 0.1).ttft_s, 0.09)
@@ -86,13 +122,21 @@ class Streams(unittest.TestCase):
 
     def test_d06_reasoning_is_kept_apart_under_either_name(self):
         for routes, content, reasoning, tokens, finish in (
-            ("routes_null.json", "", "Let me think.", 64, "length"), ("routes_only.json", "", "Let me think.", 3, "length"),
+            ("routes_null.json", "", "Let me think.", 64, "length"),
+            ("routes_only.json", "", "Let me think.", 3, "length"),
             ("routes_field.json", "42", "Let me think.", 4, "stop"),
         ):
             with self.subTest(routes):
                 answer = replayed("D06", routes)
-                self.assertEqual((content, reasoning, tokens, finish),
-                                 (answer.content, answer.reasoning, answer.completion_tokens, answer.finish_reason))
+                self.assertEqual(
+                    (content, reasoning, tokens, finish),
+                    (
+                        answer.content,
+                        answer.reasoning,
+                        answer.completion_tokens,
+                        answer.finish_reason,
+                    ),
+                )
 
     def test_d06_the_first_token_is_the_first_reasoning_token(self):
         answer = paused("D06", "stream_reasoning_field.http", b'"42"', 0.1)
@@ -100,28 +144,48 @@ class Streams(unittest.TestCase):
         self.assertGreaterEqual(answer.decode_s, 0.09)
 
     def test_both_names_for_the_same_reasoning_do_not_double_it(self):
-        twice = {"choices": [{"index": 0, "delta": {"reasoning_content": "so", "reasoning": "so"}, "finish_reason": "stop"}]}
+        twice = {
+            "choices": [
+                {
+                    "index": 0,
+                    "delta": {"reasoning_content": "so", "reasoning": "so"},
+                    "finish_reason": "stop",
+                }
+            ]
+        }
         self.assertEqual("so", answered(stream_of(twice, b"[DONE]")).reasoning)
 
     def test_d07_a_missing_count_is_never_guessed_from_chunks(self):
         for flags in ([], ["--no-stream"]):
             with ReplayServer("routes_none.json", CASES / "D07") as server:
-                outcome = run_main("--baseline-url", server.url, "--model", "n", *flags, prompts=["a", "b"])
+                outcome = run_main(
+                    "--baseline-url", server.url, "--model", "n", *flags, prompts=["a", "b"]
+                )
             record = outcome.endpoint()
             self.assertEqual((0, 2), (outcome.code, record["completed"]))
-            self.assertEqual([None, None, None], [record[name] for name in (
-                "output_tokens", "output_tokens_per_s", "decode_tokens_per_s")])
+            self.assertEqual(
+                [None, None, None],
+                [
+                    record[name]
+                    for name in ("output_tokens", "output_tokens_per_s", "decode_tokens_per_s")
+                ],
+            )
             self.assertIs(False, record["tokens_counted_by_server"])
 
     def test_d11_a_stream_that_breaks_off_is_a_failed_request(self):
         for routes in ("routes_c.json", "routes_i.json", "routes_g.json"):
             with self.subTest(routes), self.assertRaises(ms.RequestFailed) as caught:
                 replayed("D11", routes)
-            self.assertRegex(str(caught.exception), "ended without a finish reason|closed the connection")
+            self.assertRegex(
+                str(caught.exception), "ended without a finish reason|closed the connection"
+            )
             self.assertIn("log", str(caught.exception))
 
     def test_text_without_finish_reason_and_without_done_is_a_failed_request(self):
-        with FakeServer("plain", faults=["no-finish"]) as server, self.assertRaises(ms.RequestFailed):
+        with (
+            FakeServer("plain", faults=["no-finish"]) as server,
+            self.assertRaises(ms.RequestFailed),
+        ):
             ms.complete(endpoint(server), HI)
 
     def test_a_stream_that_cannot_be_read_is_never_an_empty_answer(self):
@@ -132,35 +196,57 @@ class Streams(unittest.TestCase):
         raw = stream_of(delta("Hello", "stop"), b"[DONE]", delta(" never read"))
         with tempfile.TemporaryDirectory() as folder:
             (pathlib.Path(folder) / "x.http").write_bytes(raw)
-            entry = {"method": "POST", "path": CHAT, "file": "x.http", "split": [raw.index(b"[DONE]") + 8], "delay_ms": 5000}
+            entry = {
+                "method": "POST",
+                "path": CHAT,
+                "file": "x.http",
+                "split": [raw.index(b"[DONE]") + 8],
+                "delay_ms": 5000,
+            }
             with ReplayServer([entry], folder) as server:
                 started = time.perf_counter()
                 self.assertEqual("Hello", ms.complete(endpoint(server), HI).content)
                 self.assertLess(time.perf_counter() - started, 4.5)
 
     def test_an_event_may_have_several_data_lines(self):
-        parts = b'{"choices": [{"index": 0,\n', b' "delta": {"content": "Hello"},\n', b'"finish_reason": "stop"}]}\n\n', b"[DONE]\n\n"
+        parts = (
+            b'{"choices": [{"index": 0,\n',
+            b' "delta": {"content": "Hello"},\n',
+            b'"finish_reason": "stop"}]}\n\n',
+            b"[DONE]\n\n",
+        )
         self.assertEqual("Hello", answered(stream_of() + b"data: " + b"data: ".join(parts)).content)
 
     def test_a17_chunks_are_not_tokens(self):
         answer = replayed("A17")
-        self.assertEqual((12, "one two three four five six seven eight nine ten eleven twelve", "length"),
-                         (answer.completion_tokens, answer.content, answer.finish_reason))
+        self.assertEqual(
+            (12, "one two three four five six seven eight nine ten eleven twelve", "length"),
+            (answer.completion_tokens, answer.content, answer.finish_reason),
+        )
         self.assertEqual("timings", answer.decode_source)
         self.assertAlmostEqual(48.0, answer.decode_tokens / answer.decode_s, 9)
 
     def test_a17_acceptance_comes_from_the_servers_timings(self):
         answer = replayed("A17")
-        record = ms.acceptance_record(of_answers(ms.acceptance_of_answer(answer.statistics), answer.completion_tokens, 1))
-        self.assertEqual((15, 9, 0.6, 5.5), tuple(record[k] for k in ("drafted", "accepted", "rate", "tokens_per_target_step")))
+        record = ms.acceptance_record(
+            of_answers(ms.acceptance_of_answer(answer.statistics), answer.completion_tokens, 1)
+        )
+        self.assertEqual(
+            (15, 9, 0.6, 5.5),
+            tuple(record[k] for k in ("drafted", "accepted", "rate", "tokens_per_target_step")),
+        )
 
     def test_a17_without_usage_and_timings_there_is_no_speed(self):
         events = [delta("one two "), delta("three four ", "length"), b"[DONE]"]
         answer = answered(stream_of(*events))
-        self.assertEqual((None, None, None), (answer.completion_tokens, answer.decode_s, answer.decode_tokens))
+        self.assertEqual(
+            (None, None, None), (answer.completion_tokens, answer.decode_s, answer.decode_tokens)
+        )
 
     def test_b11_an_emoji_cut_by_the_network_is_whole_again(self):
-        expected = json.loads((CASES / "B11" / "baseline.json").read_text("utf-8"))["choices"][0]["message"]["content"]
+        expected = json.loads((CASES / "B11" / "baseline.json").read_text("utf-8"))["choices"][0][
+            "message"
+        ]["content"]
         self.assertEqual("Done \U0001f389 bye", expected)
         for routes in ("routes_b.json", "routes_c.json"):
             with self.subTest(routes):
@@ -172,21 +258,34 @@ class Streams(unittest.TestCase):
         start = raw.index(b"\r\n\r\n") + 4
         for at in range(start + 1, len(raw), 5):
             builder = ms.AnswerBuilder(0.0)
-            builder.add_stream(raw[start:at], iter([raw[at:at + 1], raw[at + 1:]]))
+            builder.add_stream(raw[start:at], iter([raw[at : at + 1], raw[at + 1 :]]))
             self.assertEqual("Done \U0001f389 bye", builder.answer(True).content)
 
     def test_b11_half_a_pair_becomes_a_mark_and_a_finding_and_no_error(self):
         answer = replayed("B11", "routes_d.json")
         self.assertEqual(("Done \ufffd", True), (answer.content, answer.undecodable))
         with ReplayServer("routes_d.json", CASES / "B11") as server:
-            outcome = run_main("--baseline-url", server.url, "--speculative-url", server.url, "--model", "n",
-                               "--save-run", "run.jsonl", prompts=["a", "b"])
+            outcome = run_main(
+                "--baseline-url",
+                server.url,
+                "--speculative-url",
+                server.url,
+                "--model",
+                "n",
+                "--save-run",
+                "run.jsonl",
+                prompts=["a", "b"],
+            )
         self.assertEqual(0, outcome.code, outcome.err)
-        self.assertIn("undecodable-text", [entry["finding"] for entry in outcome.endpoint()["audit"]])
+        self.assertIn(
+            "undecodable-text", [entry["finding"] for entry in outcome.endpoint()["audit"]]
+        )
         for name in ("labbook.md", "run.jsonl"):
             outcome.files[name].decode("ascii")
         readings = [json.loads(line) for line in outcome.files["run.jsonl"].splitlines()]
-        self.assertEqual({"Done \ufffd"}, {line["content"] for line in readings if line["kind"] == "reading"})
+        self.assertEqual(
+            {"Done \ufffd"}, {line["content"] for line in readings if line["kind"] == "reading"}
+        )
 
     def test_bytes_that_are_not_utf_8_are_marked_and_no_error(self):
         for stream in (True, False):
@@ -199,7 +298,12 @@ class Streams(unittest.TestCase):
         answer = replayed("B13")
         self.assertEqual("Blue.", answer.content)
         self.assertIsNone(answer.completion_tokens, "the count covers all choices")
-        two = {"choices": [{"index": 1, "delta": {"content": "Red."}}, {"index": 0, "delta": {"content": "Blue."}}]}
+        two = {
+            "choices": [
+                {"index": 1, "delta": {"content": "Red."}},
+                {"index": 0, "delta": {"content": "Blue."}},
+            ]
+        }
         answer = answered(stream_of(two, delta(None, "stop"), b"[DONE]"))
         self.assertEqual("Blue.", answer.content)
 
@@ -210,10 +314,28 @@ class Streams(unittest.TestCase):
 
     def test_nulls_and_wrong_types_where_objects_belong_are_no_crash(self):
         for event in (
-            {"choices": None}, {"choices": {}}, {"choices": [None]}, {"choices": [{"delta": None}]}, [], None, 7, "x",
-            {"choices": [{"delta": {"content": 7, "reasoning": {}}}]}, {"usage": []}, {"usage": {"completion_tokens": "3"}},
-            {"choices": [], "usage": {"completion_tokens": -1}}, {"timings": [1]}, {"error": None, "choices": []},
-            {"choices": [], "usage": {"completion_tokens": True, "prompt_tokens_details": 3, "completion_tokens_details": []}},
+            {"choices": None},
+            {"choices": {}},
+            {"choices": [None]},
+            {"choices": [{"delta": None}]},
+            [],
+            None,
+            7,
+            "x",
+            {"choices": [{"delta": {"content": 7, "reasoning": {}}}]},
+            {"usage": []},
+            {"usage": {"completion_tokens": "3"}},
+            {"choices": [], "usage": {"completion_tokens": -1}},
+            {"timings": [1]},
+            {"error": None, "choices": []},
+            {
+                "choices": [],
+                "usage": {
+                    "completion_tokens": True,
+                    "prompt_tokens_details": 3,
+                    "completion_tokens_details": [],
+                },
+            },
             {"choices": [], "timings": {"predicted_ms": "NaN", "predicted_n": None}},
         ):
             with self.subTest(event=event):
@@ -221,17 +343,22 @@ class Streams(unittest.TestCase):
                 self.assertEqual(("Hello", None), (answer.content, answer.completion_tokens))
 
     def test_numbers_that_json_does_not_know_are_no_crash(self):
-        for event in (b'{"choices": [], "usage": {"completion_tokens": NaN}}',
-                      b'{"choices": [], "usage": {"completion_tokens": 1e400}, "timings": {"predicted_ms": Infinity, "predicted_n": 5}}',
-                      b'{"choices": [], "usage": {"completion_tokens": ' + b"9" * 5000 + b"}}"):
+        for event in (
+            b'{"choices": [], "usage": {"completion_tokens": NaN}}',
+            b'{"choices": [], "usage": {"completion_tokens": 1e400}, "timings": {"predicted_ms": Infinity, "predicted_n": 5}}',
+            b'{"choices": [], "usage": {"completion_tokens": ' + b"9" * 5000 + b"}}",
+        ):
             with self.subTest(event=event[:60]):
                 answer = answered(stream_of(delta("Hello"), event, delta(None, "stop"), b"[DONE]"))
                 self.assertEqual(("Hello", None), (answer.content, answer.completion_tokens))
                 self.assertIsNone(answer.decode_s)
 
     def test_an_error_object_in_a_stream_is_a_failure_whatever_came_before(self):
-        for error in ({"error": {"message": "out of memory"}}, {"error": "out of memory"},
-                      {"object": "error", "message": "out of memory"}):
+        for error in (
+            {"error": {"message": "out of memory"}},
+            {"error": "out of memory"},
+            {"object": "error", "message": "out of memory"},
+        ):
             with self.subTest(error=error), self.assertRaises(ms.RequestFailed) as caught:
                 answered(stream_of(delta("Hello"), error, b"[DONE]"))
             self.assertIn("out of memory", str(caught.exception))
@@ -241,31 +368,53 @@ class Streams(unittest.TestCase):
 
 
 class PlainAnswers(unittest.TestCase):
-
     def test_plain_json_is_read_where_a_stream_was_asked_for(self):
         answer = replayed("D05", [{"method": "POST", "path": CHAT, "file": "chat.http"}])
-        self.assertEqual(("Hello world", 3, False, None, None),
-                         (answer.content, answer.completion_tokens, answer.streamed, answer.ttft_s, answer.decode_s))
+        self.assertEqual(
+            ("Hello world", 3, False, None, None),
+            (
+                answer.content,
+                answer.completion_tokens,
+                answer.streamed,
+                answer.ttft_s,
+                answer.decode_s,
+            ),
+        )
 
     def test_a_stream_is_read_where_plain_json_was_asked_for(self):
         answer = replayed("D11", "routes_a.json", stream=False)
         self.assertEqual(("Hello world", True), (answer.content, answer.streamed))
 
     def test_an_answer_without_choices_is_a_failed_request(self):
-        for body in (b"{}", b"[]", b'{"choices": []}', b'{"object": "list", "data": []}', b"null", b"", b"  \n"):
-            raw = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        for body in (
+            b"{}",
+            b"[]",
+            b'{"choices": []}',
+            b'{"object": "list", "data": []}',
+            b"null",
+            b"",
+            b"  \n",
+        ):
+            raw = (
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                % (len(body), body)
+            )
             with self.subTest(body), self.assertRaises(ms.RequestFailed):
                 answered(raw)
 
     def test_streamed_and_plain_answers_of_one_server_are_equal(self):
         with FakeServer("llama.cpp") as server:
-            streamed, plain = (ms.complete(endpoint(server, stream=stream), HI) for stream in (True, False))
-        self.assertEqual((streamed.content, streamed.completion_tokens, True), (plain.content, plain.completion_tokens, True))
+            streamed, plain = (
+                ms.complete(endpoint(server, stream=stream), HI) for stream in (True, False)
+            )
+        self.assertEqual(
+            (streamed.content, streamed.completion_tokens, True),
+            (plain.content, plain.completion_tokens, True),
+        )
         self.assertEqual((True, False), (streamed.streamed, plain.streamed))
 
 
 class Requests(unittest.TestCase):
-
     def bodies(self, *flags, engine="plain"):
         with FakeServer(engine, words=3) as server:
             outcome = measure(server, None, *flags, prompts=["hi"])
@@ -273,8 +422,16 @@ class Requests(unittest.TestCase):
             return [chat["body"] for chat in server.chats]
 
     def test_the_request_is_greedy_streamed_and_asks_for_usage_and_nothing_else(self):
-        expected = {"model": "fake-model", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 192,
-                    "temperature": 0.0, "top_p": 1.0, "seed": 0, "stream": True, "stream_options": {"include_usage": True}}
+        expected = {
+            "model": "fake-model",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 192,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "seed": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         self.assertEqual(expected, self.bodies()[1])
 
     def test_warm_up_differs_in_the_prompt_only(self):
@@ -288,15 +445,31 @@ class Requests(unittest.TestCase):
             self.assertNotIn("stream_options", body)
 
     def test_extra_body_is_merged_and_null_removes_a_field(self):
-        body = self.bodies("--extra-body", '{"seed": null, "ignore_eos": true, "temperature": 0.5, "stream_options": null}')[1]
+        body = self.bodies(
+            "--extra-body",
+            '{"seed": null, "ignore_eos": true, "temperature": 0.5, "stream_options": null}',
+        )[1]
         self.assertEqual((True, 0.5), (body["ignore_eos"], body["temperature"]))
         self.assertFalse({"seed", "stream_options"} & set(body))
 
     def test_the_extras_of_an_arm_go_to_that_arm_only_and_win(self):
         with FakeServer("plain", words=3) as base, FakeServer("plain", words=3) as drafting:
-            measure(base, drafting, "--extra-body", '{"a": 1, "b": 1}', "--baseline-extra-body", '{"b": 2}',
-                    "--speculative-extra-body", '{"c": 3}', prompts=["hi"])
-            found = [{k: chat["body"].get(k) for k in "abc"} for server in (base, drafting) for chat in server.chats[1:]]
+            measure(
+                base,
+                drafting,
+                "--extra-body",
+                '{"a": 1, "b": 1}',
+                "--baseline-extra-body",
+                '{"b": 2}',
+                "--speculative-extra-body",
+                '{"c": 3}',
+                prompts=["hi"],
+            )
+            found = [
+                {k: chat["body"].get(k) for k in "abc"}
+                for server in (base, drafting)
+                for chat in server.chats[1:]
+            ]
         self.assertEqual([{"a": 1, "b": 2, "c": None}, {"a": 1, "b": 1, "c": 3}], found)
 
     def test_seed_and_length_are_those_asked_for(self):
@@ -310,7 +483,9 @@ class Requests(unittest.TestCase):
             for words in ("no seed here", "--extra-body", "null", server.url):
                 self.assertIn(words, outcome.err)
             self.assertEqual([], outcome.records)
-            self.assertEqual(0, measure(server, None, "--extra-body", '{"seed": null}', prompts=["hi"]).code)
+            self.assertEqual(
+                0, measure(server, None, "--extra-body", '{"seed": null}', prompts=["hi"]).code
+            )
 
     def test_every_request_asks_for_one_choice(self):
         self.assertTrue(all(body.get("n", 1) == 1 for body in self.bodies()))
@@ -322,13 +497,17 @@ class WithoutUsage(unittest.TestCase):
     def setUp(self):
         # usage in plain answers only: the first request, the warm-up, is the streamed one
         self.shy = FakeServer("plain", words=3)
-        self.shy.answers = lambda prompt, n: setattr(self.shy, "usage", not prompt.startswith(WARM_UP_WORDS))
+        self.shy.answers = lambda prompt, n: setattr(
+            self.shy, "usage", not prompt.startswith(WARM_UP_WORDS)
+        )
 
     def check(self, base, drafting):
         with base, drafting:
             outcome = measure(base, drafting, prompts=["a", "b"])
             for server in (base, drafting):
-                self.assertEqual([True, False, False], [chat["body"]["stream"] for chat in server.chats])
+                self.assertEqual(
+                    [True, False, False], [chat["body"]["stream"] for chat in server.chats]
+                )
         self.assertEqual(0, outcome.code, outcome.err)
         self.assertIn("without streaming", outcome.err)
         for arm in ("baseline", "speculative"):
@@ -345,13 +524,14 @@ class WithoutUsage(unittest.TestCase):
 
 
 class Deadlines(unittest.TestCase):
-
     def failure(self, fault=None, **options):
         with FakeServer("plain", faults=[fault], **options) as server:
             started = time.perf_counter()
             with self.assertRaises(ms.RequestFailed) as caught:
                 ms.complete(endpoint(server, timeout_s=0.3, stream=options.get("usage", True)), HI)
-            self.assertLess(time.perf_counter() - started, 10)     # not the server's pace, nor for ever
+            self.assertLess(
+                time.perf_counter() - started, 10
+            )  # not the server's pace, nor for ever
         return str(caught.exception)
 
     def test_no_fault_holds_a_request_beyond_its_deadline(self):
@@ -369,7 +549,10 @@ class Deadlines(unittest.TestCase):
 
     def test_a_body_without_end_is_given_up(self):
         with FakeServer("plain", faults=["huge-body"]) as server:
-            with mock.patch.object(ms, "MAX_BODY_BYTES", 4 << 20), self.assertRaisesRegex(ms.RequestFailed, "4 MiB"):
+            with (
+                mock.patch.object(ms, "MAX_BODY_BYTES", 4 << 20),
+                self.assertRaisesRegex(ms.RequestFailed, "4 MiB"),
+            ):
                 ms.complete(endpoint(server), HI)
             self.assertLess(server.huge_sent, 40 << 20)
 
@@ -377,8 +560,14 @@ class Deadlines(unittest.TestCase):
         import gzip
 
         body = gzip.compress(b"x" * (8 << 20))
-        raw = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-        with mock.patch.object(ms, "MAX_BODY_BYTES", 1 << 20), self.assertRaisesRegex(ms.RequestFailed, "1 MiB"):
+        raw = (
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+        with (
+            mock.patch.object(ms, "MAX_BODY_BYTES", 1 << 20),
+            self.assertRaisesRegex(ms.RequestFailed, "1 MiB"),
+        ):
             answered(raw)
 
 
@@ -399,7 +588,9 @@ class Waiting(unittest.TestCase):
         with ReplayServer("routes.json", CASES / "D05") as server:
             reading = self.take(server)
             self.assertEqual(3, len(server.requests))
-        self.assertEqual(("Hello world", None, 2.0), (reading.answer.content, reading.error, reading.waited_s))
+        self.assertEqual(
+            ("Hello world", None, 2.0), (reading.answer.content, reading.error, reading.waited_s)
+        )
         self.assertEqual([1.0, 1.0], self.slept)
         self.assertEqual(1, len(self.said))  # told at once, and again after ten seconds
         for line in self.said:
@@ -414,10 +605,14 @@ class Waiting(unittest.TestCase):
         self.assertLessEqual(reading.answer.latency_s, time.perf_counter() - started - 0.29)
 
     def test_d05_after_a_minute_a_clear_message_and_a_failed_run(self):
-        with ReplayServer([{"method": "POST", "path": CHAT, "file": "loading.http"}], CASES / "D05") as server:
+        with ReplayServer(
+            [{"method": "POST", "path": CHAT, "file": "loading.http"}], CASES / "D05"
+        ) as server:
             outcome = run_main("--baseline-url", server.url, "--model", "n", prompts=["a"])
         record = outcome.endpoint()
-        self.assertEqual((1, 1, 0, 1), (outcome.code, *(record[k] for k in ("requests", "completed", "failed"))))
+        self.assertEqual(
+            (1, 1, 0, 1), (outcome.code, *(record[k] for k in ("requests", "completed", "failed")))
+        )
         self.assertIn("Loading model", record["first_error"])
         self.assertIn("still", record["first_error"])
         self.assertLessEqual(sum(self.slept), 2 * ms.MAX_WAIT_S)
@@ -425,10 +620,19 @@ class Waiting(unittest.TestCase):
 
     def test_retry_after_is_respected_within_bounds(self):
         for status in ("429", "503"):
-            for told, expected in ((7, 7.0), ("soon", 1.0), (-3, 0.5), ("Wed, 21 Oct 2099 07:28:00 GMT", 1.0), ("nan", 1.0), ("inf", 1.0)):
+            for told, expected in (
+                (7, 7.0),
+                ("soon", 1.0),
+                (-3, 0.5),
+                ("Wed, 21 Oct 2099 07:28:00 GMT", 1.0),
+                ("nan", 1.0),
+                ("inf", 1.0),
+            ):
                 with self.subTest(status, told=told):
                     del self.slept[:]
-                    with FakeServer("plain", faults=[status + "-retry-after"], retry_after_s=told) as server:
+                    with FakeServer(
+                        "plain", faults=[status + "-retry-after"], retry_after_s=told
+                    ) as server:
                         reading = self.take(server)
                     self.assertEqual(([expected], expected), (self.slept, reading.waited_s))
                     self.assertIsNotNone(reading.answer)
@@ -443,7 +647,9 @@ class Waiting(unittest.TestCase):
         for told in (0, 25, 100_000):
             with self.subTest(told):
                 del self.slept[:]
-                with FakeServer("plain", faults=["503-retry-after"], repeat_fault=True, retry_after_s=told) as server:
+                with FakeServer(
+                    "plain", faults=["503-retry-after"], repeat_fault=True, retry_after_s=told
+                ) as server:
                     reading = self.take(server)
                 self.assertIn("503", reading.error)
                 self.assertLessEqual(sum(self.slept), 60.0)
@@ -479,18 +685,33 @@ class MissingModel(unittest.TestCase):
 
     def test_how_many_requests_succeeded_is_said(self):
         with ReplayServer("routes_mixed.json", CASES / "D14") as server:
-            outcome = run_main("--baseline-url", server.url, "--model", "n", "--warmup", "0", prompts=["a", "b", "c"])
+            outcome = run_main(
+                "--baseline-url",
+                server.url,
+                "--model",
+                "n",
+                "--warmup",
+                "0",
+                prompts=["a", "b", "c"],
+            )
         record = outcome.endpoint()
-        self.assertEqual((3, 1, 2), tuple(record[name] for name in ("requests", "completed", "failed")))
+        self.assertEqual(
+            (3, 1, 2), tuple(record[name] for name in ("requests", "completed", "failed"))
+        )
         self.assertIn("does not exist", record["first_error"])
         self.assertRegex(outcome.out, r"2 of 3|1 of 3|2 failed")
 
     def test_only_prompts_that_both_completed_are_compared(self):
-        with FakeServer("plain", faults=[None, "500"], words=8) as base, \
-                FakeServer("plain", faults=[None, None, "500"], words=8) as drafting:
+        with (
+            FakeServer("plain", faults=[None, "500"], words=8) as base,
+            FakeServer("plain", faults=[None, None, "500"], words=8) as drafting,
+        ):
             outcome = measure(base, drafting, prompts=["a", "b", "c", "d"])
         texts = outcome.comparison()["text_comparison"]
-        self.assertEqual((2, 2, 0, 2), tuple(texts[name] for name in ("compared", "identical", "divergent", "failed")))
+        self.assertEqual(
+            (2, 2, 0, 2),
+            tuple(texts[name] for name in ("compared", "identical", "divergent", "failed")),
+        )
         self.assertEqual(2, outcome.comparison()["speedup"]["prompts"])
 
 
@@ -498,32 +719,45 @@ class BaseUrls(unittest.TestCase):
     """Case D12."""
 
     def test_every_form_of_base_url_means_the_same_server(self):
-        for url, (chat, metrics) in json.loads((CASES / "D12" / "urls.json").read_text("utf-8")).items():
+        for url, (chat, metrics) in json.loads(
+            (CASES / "D12" / "urls.json").read_text("utf-8")
+        ).items():
             api, root = ms.base_urls(url, "--baseline-url")
             host = re.match("http://[^/]+", url)[0]
             with self.subTest(url):
-                self.assertEqual((host + chat, host + metrics), (api + "/chat/completions", root + "/metrics"))
+                self.assertEqual(
+                    (host + chat, host + metrics), (api + "/chat/completions", root + "/metrics")
+                )
 
     def test_more_forms_that_people_paste(self):
         for form in ("/v1//", "//", "/v1/chat/completions", "/v1/chat/completions/", " "):
             with self.subTest(form):
-                self.assertEqual(("http://h:8080/v1", "http://h:8080"), ms.base_urls("http://h:8080" + form, "--baseline-url"))
+                self.assertEqual(
+                    ("http://h:8080/v1", "http://h:8080"),
+                    ms.base_urls("http://h:8080" + form, "--baseline-url"),
+                )
         self.assertEqual(("http://h/v3", "http://h"), ms.base_urls("http://h/v3", "--baseline-url"))
 
     def test_requests_go_to_one_address_whatever_the_form(self):
         for form in ("", "/", "/v1", "/v1/"):
             with self.subTest(form), ReplayServer("routes.json", CASES / "D12") as server:
-                outcome = run_main("--baseline-url", server.root + form, "--model", "n", prompts=["a"])
+                outcome = run_main(
+                    "--baseline-url", server.root + form, "--model", "n", prompts=["a"]
+                )
                 self.assertEqual(0, outcome.code, outcome.err)
-                self.assertEqual({CHAT}, {r["path"] for r in server.requests if r["method"] == "POST"})
+                self.assertEqual(
+                    {CHAT}, {r["path"] for r in server.requests if r["method"] == "POST"}
+                )
                 self.assertEqual(server.url, outcome.endpoint()["base_url"])
 
 
 class OneHostOnly(unittest.TestCase):
-
     def test_d09_proxies_in_the_environment_are_ignored(self):
         env = json.loads((CASES / "D09" / "env.json").read_text("utf-8"))
-        with ReplayServer("routes.json", CASES / "D09") as proxy, ReplayServer("routes.json", CASES / "D09") as server:
+        with (
+            ReplayServer("routes.json", CASES / "D09") as proxy,
+            ReplayServer("routes.json", CASES / "D09") as server,
+        ):
             for address in ("http://127.0.0.1:9", proxy.root):
                 values = {name: value and address for name, value in env.items()}
                 ms._opener.cache_clear()
@@ -538,7 +772,12 @@ class OneHostOnly(unittest.TestCase):
 
     def test_redirects_are_not_followed(self):
         for method in ("complete", "get_text"):
-            with FakeServer("plain") as other, FakeServer("plain", faults=["redirect"], page_faults={"/x": ["redirect"]}) as server:
+            with (
+                FakeServer("plain") as other,
+                FakeServer(
+                    "plain", faults=["redirect"], page_faults={"/x": ["redirect"]}
+                ) as server,
+            ):
                 server.redirect_to = other.url + "/chat/completions"
                 with self.subTest(method), self.assertRaises(ms.RequestFailed) as caught:
                     if method == "complete":

@@ -103,9 +103,12 @@ class Append(Folder):
         def watched(*args, **options):
             file = real(*args, **options)
             write = file.write
-            counted = mock.Mock(wraps=file, write=lambda data: (sizes.append(len(data)), write(data))[1])
+            counted = mock.Mock(
+                wraps=file, write=lambda data: (sizes.append(len(data)), write(data))[1]
+            )
             counted.__enter__, counted.__exit__ = lambda _: counted, lambda _, *exc: file.close()
             return counted
+
         with mock.patch.object(ms, "open", watched, create=True):
             ms.append_records(str(self.book), [{"n": n, "text": "x" * 5000} for n in range(9)])
         self.assertEqual(sizes, [self.book.stat().st_size])
@@ -117,7 +120,9 @@ class Append(Folder):
         workers = [script(WORKER, name, self.book, go) for name in names]
         victims = [script(VICTIM, "vwxyzu"[i], self.book) for i in range(VICTIMS)]
         try:
-            self.assertFalse([code for code in (victim.wait(60) for victim in victims) if code == 0])
+            self.assertFalse(
+                [code for code in (victim.wait(60) for victim in victims) if code == 0]
+            )
             go.write_bytes(b"")
             self.assertEqual([worker.wait(60) for worker in workers], [0] * WORKERS)
         finally:
@@ -135,7 +140,7 @@ class Append(Folder):
             self.assertTrue(all(r["text"] == name * 300 for r in mine))
         self.assertEqual(len(kept), WORKERS * APPENDS)
         self.assertEqual(len([r for r in records if "victim" in r]), 3 * VICTIMS)
-        self.assertEqual(len(warnings), VICTIMS)        # each torn line stands alone and is named
+        self.assertEqual(len(warnings), VICTIMS)  # each torn line stands alone and is named
         self.assertEqual(data.count(b"\n"), 1 + len(records) + VICTIMS)
 
 
@@ -153,7 +158,9 @@ class Read(Folder):
         self.assertRegex(warnings[0], r"labbook\.md:2\b")
 
     def test_prose_is_skipped_in_silence_and_damaged_lines_are_named(self):
-        self.book.write_bytes(b'# Notes\n\n{"n": 1}\n- a list\n{"n": 2\n  {"n": 3}\r\n{"n": NaN}\n{"n": "\xff\n\n{"n": 4}')
+        self.book.write_bytes(
+            b'# Notes\n\n{"n": 1}\n- a list\n{"n": 2\n  {"n": 3}\r\n{"n": NaN}\n{"n": "\xff\n\n{"n": 4}'
+        )
         records, warnings = self.read()
         self.assertEqual([r["n"] for r in records], [1, 3, 4])
         self.assertEqual([w.split(":")[-2] for w in warnings], ["5", "7", "8"])
@@ -175,7 +182,9 @@ class Read(Folder):
 
     def test_the_regression_alarm_names_damaged_lines_too(self):
         with FakeServer() as a, FakeServer() as b:
-            outcome = measure(a, b, "--fail-on", "regression", prompts=["p"], files={"labbook.md": '{"lab": \n'})
+            outcome = measure(
+                a, b, "--fail-on", "regression", prompts=["p"], files={"labbook.md": '{"lab": \n'}
+            )
         self.assertIn("labbook.md:1", outcome.err)
 
 
@@ -203,6 +212,7 @@ class Refused(unittest.TestCase):
             if str(path) == "book.md" and ("a" in mode or "w" in mode or "+" in mode):
                 raise PermissionError(13, "Permission denied", path)
             return real(path, mode, *args, **options)
+
         with mock.patch.object(builtins, "open", denied):
             outcome = self.refused("book.md")
         self.assertIn("Permission denied", outcome.err)
@@ -210,12 +220,22 @@ class Refused(unittest.TestCase):
     def test_compare_refuses_it_too(self):
         with FakeServer() as a, FakeServer() as b:
             saved = measure(a, b, "--save-run", "run.jsonl", prompts=["p"]).files["run.jsonl"]
-        outcome = run_main("compare", "run.jsonl", "--labbook", "no/book.md", files={"run.jsonl": saved})
+        outcome = run_main(
+            "compare", "run.jsonl", "--labbook", "no/book.md", files={"run.jsonl": saved}
+        )
         self.assertEqual((outcome.code, outcome.out), (2, ""))
 
     def test_the_check_leaves_an_old_notebook_as_it_is(self):
         with FakeServer() as a:
-            outcome = run_main("--baseline-url", a.url, "--model", "wrong", "--prompts", "none.txt", files={"labbook.md": "# Notes"})
+            outcome = run_main(
+                "--baseline-url",
+                a.url,
+                "--model",
+                "wrong",
+                "--prompts",
+                "none.txt",
+                files={"labbook.md": "# Notes"},
+            )
         self.assertEqual((outcome.code, outcome.files["labbook.md"]), (2, b"# Notes"))
 
     def test_the_check_never_deletes_what_another_job_wrote(self):
@@ -229,6 +249,7 @@ class Refused(unittest.TestCase):
                 with real(book, "ab") as other:
                     other.write(b'{"other": 1}\n')
                 return file
+
             with mock.patch.object(builtins, "open", slow):
                 ms.check_appendable(book)
             self.assertTrue(os.path.exists(book), "the other job's record is gone")
@@ -246,8 +267,14 @@ class FailsAtTheEnd(unittest.TestCase):
 
     def test_the_records_are_printed_and_it_says_so(self):
         for flags in ((), ("--quiet",)):
-            with self.subTest(flags), FakeServer() as a, FakeServer() as b, \
-                    mock.patch.object(ms, "append_records", side_effect=OSError(28, "No space left on device")):
+            with (
+                self.subTest(flags),
+                FakeServer() as a,
+                FakeServer() as b,
+                mock.patch.object(
+                    ms, "append_records", side_effect=OSError(28, "No space left on device")
+                ),
+            ):
                 outcome = measure(a, b, *flags, prompts=["p"])
                 self.assert_printed(outcome.code, outcome.out, outcome.err)
                 self.assertIn("No space left on device", outcome.err)
@@ -258,16 +285,23 @@ class FailsAtTheEnd(unittest.TestCase):
             import resource  # noqa: F401  (not on Windows)
         except ImportError:
             self.skipTest("no resource limits here")
-        code = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); import measure_speculative as ms; "
-                "ms.SETTLE_PAUSE_S = 0; resource.setrlimit(resource.RLIMIT_FSIZE, (215, 215)); sys.exit(ms.main(sys.argv[1:]))")
+        code = (
+            "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); import measure_speculative as ms; "
+            "ms.SETTLE_PAUSE_S = 0; resource.setrlimit(resource.RLIMIT_FSIZE, (215, 215)); sys.exit(ms.main(sys.argv[1:]))"
+        )
         with tempfile.TemporaryDirectory() as folder, FakeServer() as a, FakeServer() as b:
             book = pathlib.Path(folder) / "labbook.md"
-            book.write_bytes(b"# Notes\n{\"n\": 1")
-            done = subprocess.run([sys.executable, "-c", code, "--baseline-url", a.url, "--speculative-url", b.url], cwd=folder,
-                                  env=dict(os.environ, PYTHONPATH=str(PROGRAM.parent), PYTHONDONTWRITEBYTECODE="1"),
-                                  capture_output=True, timeout=60, encoding="ascii")
+            book.write_bytes(b'# Notes\n{"n": 1')
+            done = subprocess.run(
+                [sys.executable, "-c", code, "--baseline-url", a.url, "--speculative-url", b.url],
+                cwd=folder,
+                env=dict(os.environ, PYTHONPATH=str(PROGRAM.parent), PYTHONDONTWRITEBYTECODE="1"),
+                capture_output=True,
+                timeout=60,
+                encoding="ascii",
+            )
             self.assert_printed(done.returncode, done.stdout, done.stderr)
-            self.assertEqual(book.read_bytes(), b"# Notes\n{\"n\": 1")
+            self.assertEqual(book.read_bytes(), b'# Notes\n{"n": 1')
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
     def test_a_full_device(self):
@@ -283,9 +317,28 @@ class FailsAtTheEnd(unittest.TestCase):
 
 class Console(unittest.TestCase):
     def measured_under(self, env):
-        with tempfile.TemporaryDirectory() as folder, replayed("E04/baseline.json") as a, replayed("E04/spec.json") as b:
-            command = [sys.executable, str(PROGRAM), "--baseline-url", a.url, "--speculative-url", b.url, "--model", "m", "--warmup", "0",
-                       "--prompts", str(CASES / "E04" / "prompts.txt"), "--divergence-report", "bug.md", "--include-prompts"]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            replayed("E04/baseline.json") as a,
+            replayed("E04/spec.json") as b,
+        ):
+            command = [
+                sys.executable,
+                str(PROGRAM),
+                "--baseline-url",
+                a.url,
+                "--speculative-url",
+                b.url,
+                "--model",
+                "m",
+                "--warmup",
+                "0",
+                "--prompts",
+                str(CASES / "E04" / "prompts.txt"),
+                "--divergence-report",
+                "bug.md",
+                "--include-prompts",
+            ]
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=60)
             asked = a.chats[0]["body"]["messages"][0]["content"]
             return done, (pathlib.Path(folder) / "labbook.md").read_bytes(), asked
@@ -297,14 +350,18 @@ class Console(unittest.TestCase):
         if os.name == "nt":
             bare["SYSTEMROOT"] = os.environ.get("SYSTEMROOT", "")
         done, book, asked = self.measured_under(bare)
-        self.assertEqual((done.returncode, asked), (0, "Wie gro\u00df ist ein Bakterium?"), done.stderr)
+        self.assertEqual(
+            (done.returncode, asked), (0, "Wie gro\u00df ist ein Bakterium?"), done.stderr
+        )
         for stream in (done.stdout, done.stderr, book):
             stream.decode("ascii")
             self.assertNotIn(b"Traceback", stream)
         self.assertIn(b"\\u2192 ok", done.stdout)
         found = json.loads(book.splitlines()[-1])["text_comparison"]
         (first,) = found["divergences"]
-        self.assertEqual((first["first_difference_at_char"], first["first_difference_at_byte"]), (12, 15))
+        self.assertEqual(
+            (first["first_difference_at_char"], first["first_difference_at_byte"]), (12, 15)
+        )
         self.assertEqual(first["baseline_tail"], "\u2192 ok \U0001f389")
         _, other, _ = self.measured_under(utf8)
         self.assertEqual(json.loads(other.splitlines()[-1])["text_comparison"], found)

@@ -27,8 +27,14 @@ ACCEPTED = "llamacpp:spec_decode_num_accepted_tokens_total"
 PREDICTED = "llamacpp:tokens_predicted_total"
 POSITION = 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
 
-CLOSED = [("closed", "What is the capital of France?"), ("closed", "Name the seven days of the week, in order.")]
-OPEN = [("open", "Write a short story about a lighthouse keeper."), ("open", "Describe a market at dawn in one paragraph.")]
+CLOSED = [
+    ("closed", "What is the capital of France?"),
+    ("closed", "Name the seven days of the week, in order."),
+]
+OPEN = [
+    ("open", "Write a short story about a lighthouse keeper."),
+    ("open", "Describe a market at dawn in one paragraph."),
+]
 
 
 def setUpModule():
@@ -46,14 +52,32 @@ class Running:
         shutil.copy(PROGRAM, self.folder)
         lines = [json.dumps({"workload": workload, "prompt": text}) for workload, text in prompts]
         (self.folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-        urls = [word for option, server in zip(("--baseline-url", "--speculative-url"), servers) if server
-                for word in (option, server.url)]
-        self.process = self._start(*urls, "--prompts", "prompts.jsonl", "--save-run", "run.jsonl", *map(str, flags), env=env)
+        urls = [
+            word
+            for option, server in zip(("--baseline-url", "--speculative-url"), servers)
+            if server
+            for word in (option, server.url)
+        ]
+        self.process = self._start(
+            *urls,
+            "--prompts",
+            "prompts.jsonl",
+            "--save-run",
+            "run.jsonl",
+            *map(str, flags),
+            env=env,
+        )
 
     def _start(self, *argv, env=None):
         return subprocess.Popen(
-            [sys.executable, PROGRAM.name, *argv], cwd=self.folder, env={**os.environ, **(env or {})},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+            [sys.executable, PROGRAM.name, *argv],
+            cwd=self.folder,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
 
     def again(self, *argv):
         """Run another command of the program in the same folder; returns its exit code, stdout and stderr."""
@@ -88,7 +112,9 @@ class Running:
         give_up = time.monotonic() + 100
         while len(self.readings(arm)) < count:
             if self.process.poll() is not None or time.monotonic() > give_up:
-                raise AssertionError(f"{count} readings did not come: {self.process.communicate(timeout=10)}")
+                raise AssertionError(
+                    f"{count} readings did not come: {self.process.communicate(timeout=10)}"
+                )
             time.sleep(0.05)
 
     def close(self):
@@ -118,9 +144,17 @@ def findings(record):
 
 def ask(server, prompt, **fields):
     """One completion of another client."""
-    body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0.0, "seed": 0, **fields}
-    request = urllib.request.Request(server.url + "/chat/completions", json.dumps(body).encode(),
-                                     {"Content-Type": "application/json"})
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0.0,
+        "seed": 0,
+        **fields,
+    }
+    request = urllib.request.Request(
+        server.url + "/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=60) as answer:
         return json.loads(answer.read())
@@ -163,33 +197,66 @@ class HonestDraft(RealTest):
         cls.plain = cls.use(real_engine.server(n_ctx=1024))
         cls.drafting = cls.use(real_engine.server(draft="self", n_max=4, n_ctx=1024))
         before = [counters(server) for server in (cls.plain, cls.drafting)]
-        cls.run_ = cls.kept(measure(
-            CLOSED + OPEN, "--model", "local-chat", "--max-tokens", 32, "--repeats", 2, "--warmup", 0, "--label", "honest",
-            servers=(cls.plain, cls.drafting)))
+        cls.run_ = cls.kept(
+            measure(
+                CLOSED + OPEN,
+                "--model",
+                "local-chat",
+                "--max-tokens",
+                32,
+                "--repeats",
+                2,
+                "--warmup",
+                0,
+                "--label",
+                "honest",
+                servers=(cls.plain, cls.drafting),
+            )
+        )
         after = [counters(server) for server in (cls.plain, cls.drafting)]
         cls.growth = dict(zip(("baseline", "speculative"), map(grown, before, after)))
 
     def test_measuring_succeeds_and_prints_the_verdict_last(self):
         self.assertEqual(self.run_.code, 0, self.run_.err)
-        self.assertRegex(self.run_.out.rstrip().splitlines()[-1], r"^(PAYS|DOES NOT PAY|UNDECIDED) on .*\d\.\d\dx")
+        self.assertRegex(
+            self.run_.out.rstrip().splitlines()[-1],
+            r"^(PAYS|DOES NOT PAY|UNDECIDED) on .*\d\.\d\dx",
+        )
         self.assertIn("speculative server", self.run_.err)
         self.assertIn("does not list the model local-chat", self.run_.err)
 
     def test_every_completion_is_identical(self):
         texts = self.run_.record("comparison")["text_comparison"]
-        told = {name: texts[name] for name in ("compared", "identical", "divergent", "empty", "failed", "divergences")}
-        self.assertEqual(told, {"compared": 8, "identical": 8, "divergent": 0, "empty": 0, "failed": 0, "divergences": []})
+        told = {
+            name: texts[name]
+            for name in ("compared", "identical", "divergent", "empty", "failed", "divergences")
+        }
+        self.assertEqual(
+            told,
+            {
+                "compared": 8,
+                "identical": 8,
+                "divergent": 0,
+                "empty": 0,
+                "failed": 0,
+                "divergences": [],
+            },
+        )
         for own in (texts["baseline_self"], texts["speculative_self"]):
             self.assertEqual((own["compared"], own["identical"]), (4, 4))
-        baseline, speculative = ({(r["prompt_index"], r["repeat"]): r["content"] for r in self.run_.readings(arm)}
-                                 for arm in ("baseline", "speculative"))
+        baseline, speculative = (
+            {(r["prompt_index"], r["repeat"]): r["content"] for r in self.run_.readings(arm)}
+            for arm in ("baseline", "speculative")
+        )
         self.assertEqual(baseline, speculative)
         self.assertTrue(all(baseline.values()))
 
     def test_spec_metrics_delta_is_what_the_counters_grew_by(self):
         for arm, growth in self.growth.items():
             with self.subTest(arm):
-                wanted = {series: value for series, value in growth.items() if "spec_decode" in series}
+                wanted = {
+                    series: value for series, value in growth.items() if "spec_decode" in series
+                }
                 delta = self.run_.record(arm)["spec_metrics_delta"]
                 self.assertEqual(delta, wanted)
                 self.assertEqual(list(delta), sorted(delta))
@@ -208,9 +275,15 @@ class HonestDraft(RealTest):
         text = (self.run_.folder / "labbook.md").read_text("ascii")
         self.assertTrue(text.endswith("\n"))
         records = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-        self.assertEqual([r["label"] for r in records], ["honest/baseline", "honest/speculative", "honest/comparison"])
+        self.assertEqual(
+            [r["label"] for r in records],
+            ["honest/baseline", "honest/speculative", "honest/comparison"],
+        )
         for record in records[:2]:
-            self.assertEqual((record["engine"], record["requests"], record["completed"], record["failed"]), ("llama.cpp", 8, 8, 0))
+            self.assertEqual(
+                (record["engine"], record["requests"], record["completed"], record["failed"]),
+                ("llama.cpp", 8, 8, 0),
+            )
             self.assertTrue(record["tokens_counted_by_server"])
             self.assertEqual(record["server"]["context"], 1024)
 
@@ -221,7 +294,9 @@ class HonestDraft(RealTest):
         accepted = sum(t.get("draft_n_accepted", 0) for t in timings)
         steps = growth[DRAFTS]
         self.assertEqual((drafted, accepted), (growth[DRAFTED], growth[ACCEPTED]))
-        self.assertEqual((told["steps"], told["drafted"], told["accepted"]), (steps, drafted, accepted))
+        self.assertEqual(
+            (told["steps"], told["drafted"], told["accepted"]), (steps, drafted, accepted)
+        )
         self.assertEqual(told["source"], "timings+metrics")
         positions = [growth[POSITION % i] for i in range(4)]
         self.assertEqual(sum(positions), accepted)
@@ -229,28 +304,46 @@ class HonestDraft(RealTest):
         tokens, answers = sum(t["predicted_n"] for t in timings), len(timings)
         self.assertEqual(told["rate"], accepted / drafted)
         self.assertEqual(told["mean_length"], 1 + accepted / steps)
-        self.assertEqual(told["tokens_per_target_step"], (tokens - answers) / (tokens - answers - accepted))
+        self.assertEqual(
+            told["tokens_per_target_step"], (tokens - answers) / (tokens - answers - accepted)
+        )
         self.assertEqual(told["alpha"], accepted / (accepted + steps - positions[3]))
         without_draft = tokens - answers - accepted - steps
-        if all(reading["finish_reason"] == "length" for reading in self.run_.readings("speculative")):
+        if all(
+            reading["finish_reason"] == "length" for reading in self.run_.readings("speculative")
+        ):
             self.assertTrue(0 <= without_draft <= answers, without_draft)
 
     def test_acceptance_of_the_workloads_adds_up(self):
         for name in ("steps", "drafted", "accepted"):
             record = self.run_.record("speculative")
-            self.assertEqual(sum(part["acceptance"][name] for part in record["workloads"]), record["acceptance"][name], name)
+            self.assertEqual(
+                sum(part["acceptance"][name] for part in record["workloads"]),
+                record["acceptance"][name],
+                name,
+            )
 
     def test_length_over_step_cost_is_the_measured_decode_ratio(self):
         """By construction: a check of the bookkeeping, not of a prediction."""
         rates = {}
         for arm in ("baseline", "speculative"):
             timings = [reading["timings"] for reading in self.run_.readings(arm)]
-            rates[arm] = sum(t["predicted_n"] - 1 for t in timings) / sum(t["predicted_ms"] / 1000 for t in timings)
-            self.assertAlmostEqual(self.run_.record(arm)["decode_tokens_per_s"] / rates[arm], 1, delta=1e-9)
+            rates[arm] = sum(t["predicted_n"] - 1 for t in timings) / sum(
+                t["predicted_ms"] / 1000 for t in timings
+            )
+            self.assertAlmostEqual(
+                self.run_.record(arm)["decode_tokens_per_s"] / rates[arm], 1, delta=1e-9
+            )
         why = self.run_.record("comparison")["break_even"]
-        self.assertAlmostEqual(why["tokens_per_step"] / why["step_cost"] / (rates["speculative"] / rates["baseline"]), 1, delta=1e-9)
+        self.assertAlmostEqual(
+            why["tokens_per_step"] / why["step_cost"] / (rates["speculative"] / rates["baseline"]),
+            1,
+            delta=1e-9,
+        )
         self.assertEqual(why["chain"], 4)
-        self.assertAlmostEqual(why["draft_cost"] * self._drafts_per_target_step(), why["step_cost"] - 1, delta=1e-9)
+        self.assertAlmostEqual(
+            why["draft_cost"] * self._drafts_per_target_step(), why["step_cost"] - 1, delta=1e-9
+        )
 
     def _drafts_per_target_step(self):
         growth = self.growth["speculative"]
@@ -263,7 +356,9 @@ class HonestDraft(RealTest):
         self.assertLessEqual(findings(self.run_.record("comparison")), {"few-prompts", "stalls"})
 
     def test_comparing_the_saved_run_gives_the_same_record(self):
-        code, _, err = self.run_.again("compare", "run.jsonl", "--label", "honest", "--labbook", "compared.md")
+        code, _, err = self.run_.again(
+            "compare", "run.jsonl", "--label", "honest", "--labbook", "compared.md"
+        )
         self.assertEqual(code, 0, err)
         (again,) = self.run_.records("comparison", "compared.md")
         first = self.run_.record("comparison")
@@ -278,7 +373,9 @@ class HonestDraft(RealTest):
 
     def test_warm_up_is_outside_everything(self):
         before = counters(self.drafting)
-        run = self.measure(CLOSED, "--max-tokens", 8, "--warmup", 2, servers=(self.plain, self.drafting))
+        run = self.measure(
+            CLOSED, "--max-tokens", 8, "--warmup", 2, servers=(self.plain, self.drafting)
+        )
         growth, record = grown(before, counters(self.drafting)), run.record("speculative")
         # two answers of eight tokens each were made and are not in the record
         self.assertEqual((record["requests"], record["warmup"]), (2, 2))
@@ -297,12 +394,22 @@ class HonestDraft(RealTest):
         self.assertEqual(record["text_comparison"]["identical"], 2)
 
     def test_candidate_on_the_baselines_server_is_not_taken_for_foreign_traffic(self):
-        run = self.measure(CLOSED, "--max-tokens", 8, "--speculative-url", f"k4={self.drafting.url}",
-                           "--speculative-url", f"same={self.plain.url}", servers=(self.plain,))
+        run = self.measure(
+            CLOSED,
+            "--max-tokens",
+            8,
+            "--speculative-url",
+            f"k4={self.drafting.url}",
+            "--speculative-url",
+            f"same={self.plain.url}",
+            servers=(self.plain,),
+        )
         self.assertEqual(run.code, 0, run.err)
         for record in run.records("endpoint"):
             self.assertNotIn("foreign-traffic", findings(record), record["label"])
-        told = {record["label"].split("/")[1]: findings(record) for record in run.records("comparison")}
+        told = {
+            record["label"].split("/")[1]: findings(record) for record in run.records("comparison")
+        }
         self.assertIn("same-server", told["same"])
         self.assertNotIn("same-server", told["k4"])
 
@@ -320,7 +427,15 @@ class HonestDraft(RealTest):
 
     def test_plain_answers_give_the_same_counts_as_streamed_ones(self):
         before = counters(self.drafting)
-        run = self.measure(CLOSED, "--max-tokens", 16, "--warmup", 0, "--no-stream", servers=(self.plain, self.drafting))
+        run = self.measure(
+            CLOSED,
+            "--max-tokens",
+            16,
+            "--warmup",
+            0,
+            "--no-stream",
+            servers=(self.plain, self.drafting),
+        )
         growth, record = grown(before, counters(self.drafting)), run.record("speculative")
         self.assertEqual(record["output_tokens"], growth[PREDICTED])
         self.assertEqual(record["acceptance"]["steps"], growth[DRAFTS])
@@ -332,10 +447,24 @@ class Key(RealTest):
     def test_server_with_a_key_is_measured_and_the_key_shown_nowhere(self):
         key = "sk-test-3b9f0c7d51"
         server = self.server(n_ctx=512, api_key=key)
-        run = self.measure(CLOSED[:1], "--max-tokens", 8, "--warmup", 0, servers=(server,), env={"SPEC_API_KEY": key})
+        run = self.measure(
+            CLOSED[:1],
+            "--max-tokens",
+            8,
+            "--warmup",
+            0,
+            servers=(server,),
+            env={"SPEC_API_KEY": key},
+        )
         self.assertEqual(run.code, 0, run.err)
-        self.assertEqual(run.record("baseline")["spec_metrics_delta"][DRAFTS], 0)  # so the guarded page was read
-        for text in (run.out, run.err, *((run.folder / name).read_text() for name in ("labbook.md", "run.jsonl"))):
+        self.assertEqual(
+            run.record("baseline")["spec_metrics_delta"][DRAFTS], 0
+        )  # so the guarded page was read
+        for text in (
+            run.out,
+            run.err,
+            *((run.folder / name).read_text() for name in ("labbook.md", "run.jsonl")),
+        ):
             self.assertNotIn(key, text)
         refused = self.measure(CLOSED[:1], servers=(server,), env={"SPEC_API_KEY": ""})
         self.assertEqual(refused.code, 2)
@@ -353,12 +482,27 @@ class KnownAcceptance(RealTest):
 
     @classmethod
     def setUpClass(cls):
-        target, draft = (real_engine.cut_draft(real_engine.model_file(), layers) for layers in (2, 1))
+        target, draft = (
+            real_engine.cut_draft(real_engine.model_file(), layers) for layers in (2, 1)
+        )
         plain = cls.use(real_engine.server(model=target))
-        drafting = cls.use(real_engine.server(model=target, draft=draft, n_max=3, synth_rates=cls.RATES))
-        cls.run_ = cls.kept(measure(
-            OPEN[:1], "--max-tokens", cls.TOKENS, "--extra-body", '{"ignore_eos": true}', "--triage", 0, "--warmup", 0,
-            servers=(plain, drafting)))
+        drafting = cls.use(
+            real_engine.server(model=target, draft=draft, n_max=3, synth_rates=cls.RATES)
+        )
+        cls.run_ = cls.kept(
+            measure(
+                OPEN[:1],
+                "--max-tokens",
+                cls.TOKENS,
+                "--extra-body",
+                '{"ignore_eos": true}',
+                "--triage",
+                0,
+                "--warmup",
+                0,
+                servers=(plain, drafting),
+            )
+        )
 
     def setUp(self):
         self.assertEqual(self.run_.code, 0, self.run_.err)
@@ -368,7 +512,11 @@ class KnownAcceptance(RealTest):
 
     def assert_near(self, measured, true, spread, words):
         """Within three standard errors, `spread` being the deviation of a single step."""
-        self.assertLess(abs(measured - true), 3 * spread / math.sqrt(self.steps), f"{words}: {measured}, true {true}")
+        self.assertLess(
+            abs(measured - true),
+            3 * spread / math.sqrt(self.steps),
+            f"{words}: {measured}, true {true}",
+        )
 
     def moments(self, value_of):
         """Mean and deviation of value_of(accepted) over one step."""
@@ -385,7 +533,9 @@ class KnownAcceptance(RealTest):
     def test_length_is_recovered(self):
         mean, spread = self.moments(lambda accepted: 1 + accepted)
         self.assert_near(self.told["mean_length"], mean, spread, "mean length")
-        self.assert_near(self.told["tokens_per_target_step"], mean, spread, "tokens per target step")
+        self.assert_near(
+            self.told["tokens_per_target_step"], mean, spread, "tokens per target step"
+        )
         # every step drafted, but perhaps the last, which had no room for one
         self.assertTrue(0 <= self.TOKENS - 1 - self.told["accepted"] - self.steps <= 1)
 
@@ -405,9 +555,15 @@ class KnownAcceptance(RealTest):
         for chain in (1, 2, 3):
             mean, spread = self.moments(lambda accepted, most=chain: 1 + min(accepted, most))
             cost = 1 + chain * why["draft_cost"]
-            self.assert_near(predicted[chain]["predicted_speedup"], mean / cost, spread / cost, f"chain {chain}")
+            self.assert_near(
+                predicted[chain]["predicted_speedup"], mean / cost, spread / cost, f"chain {chain}"
+            )
             self.assertFalse(predicted[chain]["extrapolated"])
-        self.assertAlmostEqual(predicted[3]["predicted_speedup"] / (why["tokens_per_step"] / why["step_cost"]), 1, delta=0.01)
+        self.assertAlmostEqual(
+            predicted[3]["predicted_speedup"] / (why["tokens_per_step"] / why["step_cost"]),
+            1,
+            delta=0.01,
+        )
 
     def test_made_up_acceptance_does_not_hide_the_changed_text(self):
         self.assertIn("BUT the text changed in 1 of 1", self.run_.out.splitlines()[-1])
@@ -420,23 +576,43 @@ class ChangedText(RealTest):
     def setUpClass(cls):
         draft = real_engine.cut_draft(real_engine.model_file(), 1)
         cls.plain = cls.use(real_engine.server(n_ctx=1024))
-        drafting = cls.use(real_engine.server(draft=draft, n_max=2, synth_rates=[0.6, 0.3], n_ctx=1024))
-        cls.run_ = cls.kept(measure(
-            CLOSED + OPEN, "--max-tokens", 24, "--repeats", 2, "--fail-on", "changed-text", "--divergence-report", "bug.md",
-            servers=(cls.plain, drafting)))
+        drafting = cls.use(
+            real_engine.server(draft=draft, n_max=2, synth_rates=[0.6, 0.3], n_ctx=1024)
+        )
+        cls.run_ = cls.kept(
+            measure(
+                CLOSED + OPEN,
+                "--max-tokens",
+                24,
+                "--repeats",
+                2,
+                "--fail-on",
+                "changed-text",
+                "--divergence-report",
+                "bug.md",
+                servers=(cls.plain, drafting),
+            )
+        )
         cls.texts = cls.run_.record("comparison")["text_comparison"]
 
     def test_changed_text_is_found_on_a_stable_baseline(self):
-        self.assertEqual((self.texts["compared"], self.texts["identical"], self.texts["unstable"]), (8, 0, 0))
+        self.assertEqual(
+            (self.texts["compared"], self.texts["identical"], self.texts["unstable"]), (8, 0, 0)
+        )
         self.assertEqual(self.texts["baseline_self"]["identical"], 4)
-        contents = [{(r["prompt_index"], r["repeat"]): r["content"] for r in self.run_.readings(arm)}
-                    for arm in ("baseline", "speculative")]
+        contents = [
+            {(r["prompt_index"], r["repeat"]): r["content"] for r in self.run_.readings(arm)}
+            for arm in ("baseline", "speculative")
+        ]
         for found in self.texts["divergences"]:
             own, other = (texts[found["prompt_index"], found["repeat"]] for texts in contents)
             at = found["first_difference_at_char"]
             self.assertEqual(own[:at], other[:at])
             self.assertNotEqual(own[at : at + 1], other[at : at + 1])
-            self.assertTrue(own[at:].startswith(found["baseline_tail"][:10]) or found["baseline_tail"].startswith(own[at:][:10]))
+            self.assertTrue(
+                own[at:].startswith(found["baseline_tail"][:10])
+                or found["baseline_tail"].startswith(own[at:][:10])
+            )
 
     def test_changed_text_is_an_alarm_and_stands_beside_the_speed(self):
         self.assertEqual(self.run_.code, 3)
@@ -452,14 +628,21 @@ class ChangedText(RealTest):
     def test_gap_is_the_one_in_the_servers_log_probabilities(self):
         """Asked again by the test, and read off by another way than the program's."""
         checked = 0
-        contents = {(arm, r["prompt_index"], r["repeat"]): r["content"] for arm in ("baseline", "speculative")
-                    for r in self.run_.readings(arm)}
+        contents = {
+            (arm, r["prompt_index"], r["repeat"]): r["content"]
+            for arm in ("baseline", "speculative")
+            for r in self.run_.readings(arm)
+        }
         for found in self.texts["divergences"]:
             if found["repeat"]:
                 continue
             prompt = (CLOSED + OPEN)[found["prompt_index"]][1]
-            own, other = (contents[arm, found["prompt_index"], 0] for arm in ("baseline", "speculative"))
-            answer = ask(self.plain, prompt, max_tokens=24, top_p=1.0, logprobs=True, top_logprobs=20)["choices"][0]
+            own, other = (
+                contents[arm, found["prompt_index"], 0] for arm in ("baseline", "speculative")
+            )
+            answer = ask(
+                self.plain, prompt, max_tokens=24, top_p=1.0, logprobs=True, top_logprobs=20
+            )["choices"][0]
             if answer["message"]["content"] != own:
                 continue  # one in twenty answers comes out differently when asked again
             before = ""
@@ -467,7 +650,11 @@ class ChangedText(RealTest):
                 if not other.startswith(before + token["token"]):
                     break
                 before += token["token"]
-            rivals = [t for t in token["top_logprobs"] if t["token"] and other.startswith(before + t["token"])]
+            rivals = [
+                t
+                for t in token["top_logprobs"]
+                if t["token"] and other.startswith(before + t["token"])
+            ]
             self.assertEqual(found["triage"]["baseline_token"], token["token"])
             if rivals:
                 rival = max(rivals, key=lambda t: t["logprob"])
@@ -502,13 +689,20 @@ class Audit(RealTest):
         foreign = ask(drafting, "Count to five.", max_tokens=12)["usage"]["completion_tokens"]
         run.finish()
         self.assertEqual(run.code, 0, run.err)
-        (found,) = [entry for entry in run.record("speculative")["audit"] if entry["finding"] == "foreign-traffic"]
+        (found,) = [
+            entry
+            for entry in run.record("speculative")["audit"]
+            if entry["finding"] == "foreign-traffic"
+        ]
         self.assertEqual(found["foreign_tokens"], foreign)
         self.assertIn(f"{foreign} tokens more", run.out)
         self.assertNotIn("foreign-traffic", findings(run.record("baseline")))
         # the answers' own figures are immune to the other client
         timings = [reading["timings"] for reading in run.readings("speculative")]
-        self.assertEqual(run.record("speculative")["acceptance"]["drafted"], sum(t.get("draft_n", 0) for t in timings))
+        self.assertEqual(
+            run.record("speculative")["acceptance"]["drafted"],
+            sum(t.get("draft_n", 0) for t in timings),
+        )
 
     def restart(self, run, running, port, **options):
         """Hold the program, put a new server in the place of the old one, let the program go on."""
@@ -544,8 +738,12 @@ class Audit(RealTest):
         first = contextlib.ExitStack()
         self.addCleanup(first.close)
         baseline = first.enter_context(real_engine.server(n_ctx=1024))
-        run = self.start(CLOSED + OPEN, "--max-tokens", 24, "--concurrency", 2, servers=(baseline, self.plain))
-        run.wait_for_readings("speculative", 1)  # the baseline's first block is over then, its second comes last
+        run = self.start(
+            CLOSED + OPEN, "--max-tokens", 24, "--concurrency", 2, servers=(baseline, self.plain)
+        )
+        run.wait_for_readings(
+            "speculative", 1
+        )  # the baseline's first block is over then, its second comes last
         self.restart(run, first, baseline.port, n_ctx=1024)
         run.finish()
         self.assertEqual(run.code, 0, run.err)
@@ -560,9 +758,20 @@ class UnderLoad(RealTest):
         plain = cls.use(real_engine.server(n_parallel=2, n_ctx=1024))
         drafting = cls.use(real_engine.server(draft="self", n_max=2, n_parallel=2, n_ctx=1024))
         cls.before = counters(drafting)
-        cls.run_ = cls.kept(measure(
-            CLOSED + OPEN, "--max-tokens", 24, "--concurrency", "1,2,4", "--warmup", 0, "--triage", 0,
-            servers=(plain, drafting)))
+        cls.run_ = cls.kept(
+            measure(
+                CLOSED + OPEN,
+                "--max-tokens",
+                24,
+                "--concurrency",
+                "1,2,4",
+                "--warmup",
+                0,
+                "--triage",
+                0,
+                servers=(plain, drafting),
+            )
+        )
         cls.growth = grown(cls.before, counters(drafting))
 
     def test_every_level_is_recorded_and_its_texts_compared(self):
@@ -580,7 +789,11 @@ class UnderLoad(RealTest):
         self.assertIn("Crossover", self.run_.out)
 
     def test_queueing_is_found_where_the_slots_do_not_suffice(self):
-        queueing = {(r["label"].rsplit("/", 1)[1], r["concurrency"]) for r in self.run_.records("endpoint") if "queueing" in findings(r)}
+        queueing = {
+            (r["label"].rsplit("/", 1)[1], r["concurrency"])
+            for r in self.run_.records("endpoint")
+            if "queueing" in findings(r)
+        }
         self.assertEqual(queueing, {("baseline", 4), ("speculative", 4)})
         self.assertIn("[queueing]", self.run_.out)
 
@@ -590,7 +803,9 @@ class UnderLoad(RealTest):
         for name, series in (("steps", DRAFTS), ("drafted", DRAFTED), ("accepted", ACCEPTED)):
             self.assertEqual(sum(r["acceptance"][name] for r in records), self.growth[series], name)
         for record in records:
-            self.assertFalse(findings(record) & {"foreign-traffic", "sources-disagree", "counter-reset"})
+            self.assertFalse(
+                findings(record) & {"foreign-traffic", "sources-disagree", "counter-reset"}
+            )
 
 
 class NGramDrafts(RealTest):
@@ -602,8 +817,13 @@ class NGramDrafts(RealTest):
         drafting = cls.use(real_engine.server(kind="ngram-simple", size_n=3, size_m=8, n_ctx=1024))
         cls.before = counters(drafting)
         text = "The brown fox runs over the hill, the grey wolf sleeps under the tree, and the owl looks at the moon."
-        prompts = [("copy", f"Repeat this text three times, word for word: {text}"), ("copy", f"Copy this text exactly twice: {text}")]
-        cls.run_ = cls.kept(measure(prompts, "--max-tokens", 80, "--warmup", 0, servers=(plain, drafting)))
+        prompts = [
+            ("copy", f"Repeat this text three times, word for word: {text}"),
+            ("copy", f"Copy this text exactly twice: {text}"),
+        ]
+        cls.run_ = cls.kept(
+            measure(prompts, "--max-tokens", 80, "--warmup", 0, servers=(plain, drafting))
+        )
         cls.growth = grown(cls.before, counters(drafting))
 
     def test_lengths_per_target_step_and_per_drafted_step_are_told_apart(self):

@@ -28,7 +28,9 @@ def case_text(case, name):
 
 
 def growth_of(case, before="before.txt", after="after.txt", model="m"):
-    return ms.counter_growth(snapshot(case_text(case, before), model), snapshot(case_text(case, after), model))
+    return ms.counter_growth(
+        snapshot(case_text(case, before), model), snapshot(case_text(case, after), model)
+    )
 
 
 def figures_of(growth, tokens=None, answers=0):
@@ -41,7 +43,9 @@ def sample_values(text):
 
 
 def endpoint_for(server, **more):
-    return ms.Endpoint("speculative", server.url, server.root, "m", metrics_url=server.root + "/metrics", **more)
+    return ms.Endpoint(
+        "speculative", server.url, server.root, "m", metrics_url=server.root + "/metrics", **more
+    )
 
 
 class SwitchingServer(ReplayServer):
@@ -58,7 +62,6 @@ class SwitchingServer(ReplayServer):
 
 
 class Parser(unittest.TestCase):
-
     def test_legal_lines_are_read_whatever_their_corners(self):
         for line, name, labels, value in (
             ("a 1", "a", {}, 1.0),
@@ -81,12 +84,19 @@ class Parser(unittest.TestCase):
             ('a{x="{,}= #",y="b c"} 2', "a", {"x": "{,}= #", "y": "b c"}, 2.0),
             ('a{x=""} 2', "a", {"x": ""}, 2.0),
             ('a{x="\u4f60\u2028\x85"} 2', "a", {"x": "\u4f60\u2028\x85"}, 2.0),
-            ('a_bucket{le="+Inf"} 7 # {trace_id="a}b"} 0.5 1757000000.5', "a_bucket", {"le": "+Inf"}, 7.0),
+            (
+                'a_bucket{le="+Inf"} 7 # {trace_id="a}b"} 0.5 1757000000.5',
+                "a_bucket",
+                {"le": "+Inf"},
+                7.0,
+            ),
             ('a 7 1.5 # {t="x"} 0.5', "a", {}, 7.0),
         ):
             with self.subTest(line):
                 (found,) = ms.parse_metrics(line)
-                self.assertEqual((name, labels, value), (found.name, dict(found.labels), found.value))
+                self.assertEqual(
+                    (name, labels, value), (found.name, dict(found.labels), found.value)
+                )
 
     def test_special_values_are_read(self):
         values = [s.value for s in ms.parse_metrics("a +Inf\nb -Inf\nc Inf\nd NaN\n")]
@@ -94,27 +104,60 @@ class Parser(unittest.TestCase):
         self.assertTrue(math.isnan(values[3]))
 
     def test_line_that_is_no_sample_costs_only_itself(self):
-        for broken in ("bad line here", "a", "a{x=1} 2", 'a{x="1} 2', "{} 3", "a one", "1a 2", "ab12", "a{b} 1 2 3 4", "\x00"):
+        for broken in (
+            "bad line here",
+            "a",
+            "a{x=1} 2",
+            'a{x="1} 2',
+            "{} 3",
+            "a one",
+            "1a 2",
+            "ab12",
+            "a{b} 1 2 3 4",
+            "\x00",
+        ):
             with self.subTest(broken):
-                self.assertEqual({"before": 1.0, "after": 2.0}, sample_values("before 1\n%s\nafter 2" % broken))
+                self.assertEqual(
+                    {"before": 1.0, "after": 2.0}, sample_values("before 1\n%s\nafter 2" % broken)
+                )
 
     def test_line_ends_of_windows_and_a_missing_last_one_are_no_trouble(self):
         self.assertEqual({"a": 1.0, "b": 2.0}, sample_values("a 1\r\nb 2"))
 
     def test_type_is_known_for_a_family_and_its_parts(self):
-        page = ("# HELP x_total words # TYPE y gauge\n# TYPE x_total counter\nx_total 1\n# TYPE h histogram\nh_bucket{le=\"1\"} 1\n"
-                "h_sum 1\n# TYPE y counter\ny_total 1\n# TYPE g gauge\ng 1\nnone 1\n")
+        page = (
+            '# HELP x_total words # TYPE y gauge\n# TYPE x_total counter\nx_total 1\n# TYPE h histogram\nh_bucket{le="1"} 1\n'
+            "h_sum 1\n# TYPE y counter\ny_total 1\n# TYPE g gauge\ng 1\nnone 1\n"
+        )
         kinds = {s.name: s.kind for s in ms.parse_metrics(page)}
-        self.assertEqual({"x_total": "counter", "h_bucket": "histogram", "h_sum": "histogram", "y_total": "counter",
-                          "g": "gauge", "none": "unknown"}, kinds)
+        self.assertEqual(
+            {
+                "x_total": "counter",
+                "h_bucket": "histogram",
+                "h_sum": "histogram",
+                "y_total": "counter",
+                "g": "gauge",
+                "none": "unknown",
+            },
+            kinds,
+        )
 
     def test_case_c20_format_corners(self):
         page = (CASES / "C20" / "page.txt").read_bytes().decode("utf-8")
         values = {s.name: s.value for s in ms.parse_metrics(page) if math.isfinite(s.value)}
-        self.assertEqual({"llamacpp:tokens_predicted_total": 10, "llamacpp:tokens_predicted_seconds_total": 0.5,
-                          "vllm:spec_decode_num_drafts_total": 4, "vllm:spec_decode_num_draft_tokens_total": 12,
-                          "vllm:spec_decode_num_accepted_tokens_total": 6}, values)
-        self.assertIn('a "quoted" , name}', [v for s in ms.parse_metrics(page) for _, v in s.labels])
+        self.assertEqual(
+            {
+                "llamacpp:tokens_predicted_total": 10,
+                "llamacpp:tokens_predicted_seconds_total": 0.5,
+                "vllm:spec_decode_num_drafts_total": 4,
+                "vllm:spec_decode_num_draft_tokens_total": 12,
+                "vllm:spec_decode_num_accepted_tokens_total": 6,
+            },
+            values,
+        )
+        self.assertIn(
+            'a "quoted" , name}', [v for s in ms.parse_metrics(page) for _, v in s.labels]
+        )
 
     def test_broken_pages_take_no_quadratic_time(self):
         def seconds(text):
@@ -124,14 +167,21 @@ class Parser(unittest.TestCase):
                 self.assertEqual([], [s for s in ms.parse_metrics(text) if s.value != 1.0])
                 best = min(best, time.perf_counter() - started)
             return best
-        for name, make in (("names", lambda n: "a" * n + "{"), ("labels", lambda n: "a{" + 'x="1",' * n), ("braces", lambda n: "{" * n),
-                           ("backslashes", lambda n: 'a{x="' + "\\" * (2 * n + 1)), ("quotes", lambda n: 'a{x="' + '"' * n),
-                           ("numbers", lambda n: "a " + "1 " * n), ("spaces", lambda n: 'a{x="1"} 1' + " " * n + "x")):
+
+        for name, make in (
+            ("names", lambda n: "a" * n + "{"),
+            ("labels", lambda n: "a{" + 'x="1",' * n),
+            ("braces", lambda n: "{" * n),
+            ("backslashes", lambda n: 'a{x="' + "\\" * (2 * n + 1)),
+            ("quotes", lambda n: 'a{x="' + '"' * n),
+            ("numbers", lambda n: "a " + "1 " * n),
+            ("spaces", lambda n: 'a{x="1"} 1' + " " * n + "x"),
+        ):
             with self.subTest(name):
                 self.assertLess(seconds(make(4000)), 40 * seconds(make(500)) + 0.01)
 
-class Deltas(unittest.TestCase):
 
+class Deltas(unittest.TestCase):
     def test_case_c07_series_of_all_engines_are_summed_and_created_never(self):
         growth = growth_of("C07")
         self.assertEqual((100, 300, 160, (80, 49, 31)), self.counts(growth))
@@ -153,7 +203,9 @@ class Deltas(unittest.TestCase):
         told = figures_of(growth)
         self.assertAlmostEqual(2.6, told["mean_length"])
         self.assertAlmostEqual(0.8, told["rate"])
-        self.assertFalse([name for name in ms.spec_delta(growth) if "router" in name or '"b"' in name])
+        self.assertFalse(
+            [name for name in ms.spec_delta(growth) if "router" in name or '"b"' in name]
+        )
 
     def test_page_of_several_models_without_ours_is_unavailable(self):
         for model in ("c", ""):
@@ -162,9 +214,24 @@ class Deltas(unittest.TestCase):
             self.assertIn("a, b", page.unavailable)
 
     def test_page_of_one_model_under_another_name_is_taken(self):
-        self.assertEqual((30, 60, 48, (22, 15, 11)), self.counts(ms.counter_growth(
-            *(snapshot("\n".join(line for line in case_text("C03", name).split("\n") if '"b"' not in line), "alias")
-              for name in ("fan_before.txt", "fan_after.txt")))))
+        self.assertEqual(
+            (30, 60, 48, (22, 15, 11)),
+            self.counts(
+                ms.counter_growth(
+                    *(
+                        snapshot(
+                            "\n".join(
+                                line
+                                for line in case_text("C03", name).split("\n")
+                                if '"b"' not in line
+                            ),
+                            "alias",
+                        )
+                        for name in ("fan_before.txt", "fan_after.txt")
+                    )
+                )
+            ),
+        )
 
     def test_case_c05_family_that_appears_counts_from_zero(self):
         growth = growth_of("C05", "new_before.txt", "new_after.txt")
@@ -182,7 +249,10 @@ class Deltas(unittest.TestCase):
         self.assertEqual(256, ms.generated_tokens(growth))
 
     def test_case_c08_gauge_is_never_differenced(self):
-        before, after = (snapshot(case_text("C08", name).partition("\n\n")[2]) for name in ("prom_before.http", "prom_after.http"))
+        before, after = (
+            snapshot(case_text("C08", name).partition("\n\n")[2])
+            for name in ("prom_before.http", "prom_after.http")
+        )
         growth = ms.counter_growth(before, after)
         self.assertEqual([900, 450], sorted(ms.spec_delta(growth).values(), reverse=True))
         told = figures_of(growth, 1000, 10)
@@ -201,8 +271,20 @@ class Deltas(unittest.TestCase):
 
     def test_case_c12_nothing_accepted_is_zero_and_not_missing(self):
         told = figures_of(growth_of("C12"), 200, 0)
-        self.assertEqual((600, 0, 0.0, 1.0, 1.0, 0.0), tuple(told[name] for name in (
-            "drafted", "accepted", "rate", "mean_length", "tokens_per_target_step", "alpha")))
+        self.assertEqual(
+            (600, 0, 0.0, 1.0, 1.0, 0.0),
+            tuple(
+                told[name]
+                for name in (
+                    "drafted",
+                    "accepted",
+                    "rate",
+                    "mean_length",
+                    "tokens_per_target_step",
+                    "alpha",
+                )
+            ),
+        )
         mixed = figures_of(growth_of("C12", after="after_mixed.txt"), 800, 0)
         self.assertAlmostEqual(0.3333, mixed["rate"], 4)
         self.assertAlmostEqual(2.0, mixed["mean_length"])
@@ -211,17 +293,32 @@ class Deltas(unittest.TestCase):
         growth = growth_of("C13")
         told = figures_of(growth)
         self.assertEqual((65, 975, 89), (told["steps"], told["drafted"], told["accepted"]))
-        self.assertEqual([0.6, 0.385, 0.215, 0.108, 0.062] + [0.0] * 10, [round(p, 3) for p in told["per_position"]])
+        self.assertEqual(
+            [0.6, 0.385, 0.215, 0.108, 0.062] + [0.0] * 10,
+            [round(p, 3) for p in told["per_position"]],
+        )
         self.assertAlmostEqual(0.0913, told["rate"], 4)
         self.assertAlmostEqual(2.3692, told["mean_length"], 4)
         self.assertAlmostEqual(told["mean_length"] - 1, sum(told["per_position"]))
         self.assertAlmostEqual(0.578, told["alpha"], 3)
         names = [name for name in ms.spec_delta(growth) if "per_pos" in name]
-        self.assertEqual(list(range(15)), [int(name.partition('position="')[2].partition('"')[0]) for name in names])
+        self.assertEqual(
+            list(range(15)),
+            [int(name.partition('position="')[2].partition('"')[0]) for name in names],
+        )
 
     def test_case_c13_conditional_rates_and_the_cliff_are_shown(self):
-        lines = "\n".join(ms.position_lines([("copy", figures_of(growth_of("C13"))["per_position"])]))
-        for text in ("0.60 0.60", "0.38 0.64", "0.22 0.56", "0.11 0.50", "0.06 0.57", "position 6 onward adds 0.00 tokens per step"):
+        lines = "\n".join(
+            ms.position_lines([("copy", figures_of(growth_of("C13"))["per_position"])])
+        )
+        for text in (
+            "0.60 0.60",
+            "0.38 0.64",
+            "0.22 0.56",
+            "0.11 0.50",
+            "0.06 0.57",
+            "position 6 onward adds 0.00 tokens per step",
+        ):
             self.assertIn(text, lines)
 
     def test_case_c17_bookkeepings_need_not_add_up(self):
@@ -231,7 +328,9 @@ class Deltas(unittest.TestCase):
         self.assertEqual(7.0, found.drafted / found.steps)
         self.assertAlmostEqual(0.3621, told["rate"], 4)
         self.assertAlmostEqual(3.5349, told["mean_length"], 4)
-        self.assertAlmostEqual((16990 - 200) / (16990 - 200 - 12208), told["tokens_per_target_step"])
+        self.assertAlmostEqual(
+            (16990 - 200) / (16990 - 200 - 12208), told["tokens_per_target_step"]
+        )
 
     def test_case_c19_old_names_are_known(self):
         found = ms.acceptance_of_counters(growth_of("C19"), 20)
@@ -241,22 +340,29 @@ class Deltas(unittest.TestCase):
         self.assertAlmostEqual(3.0, told["mean_length"])
 
     def test_unknown_speculation_counters_are_kept_but_no_rate_is_made_of_them(self):
-        pages = ['# TYPE new:draft_magic_total counter\nnew:draft_magic_total{x="1"} %d\n' % n for n in (3, 10)]
+        pages = [
+            '# TYPE new:draft_magic_total counter\nnew:draft_magic_total{x="1"} %d\n' % n
+            for n in (3, 10)
+        ]
         growth = ms.counter_growth(*map(snapshot, pages))
         self.assertEqual({'new:draft_magic_total{x="1"}': 7}, ms.spec_delta(growth))
         self.assertIsNone(ms.acceptance_of_counters(growth, 2))
 
     def test_gauges_ratios_and_histograms_of_other_things_have_no_delta(self):
-        page = ("# TYPE sglang:spec_accept_length gauge\nsglang:spec_accept_length %d\n"
-                "# TYPE vllm:spec_decode_num_drafts_created gauge\nvllm:spec_decode_num_drafts_created 1.7e+09\n"
-                "# TYPE vllm:draft_time_seconds histogram\nvllm:draft_time_seconds_bucket{le=\"1\"} %d\n"
-                "http_requests_accepted_total %d\nvllm:num_requests_accepted_waiting %d\n")
+        page = (
+            "# TYPE sglang:spec_accept_length gauge\nsglang:spec_accept_length %d\n"
+            "# TYPE vllm:spec_decode_num_drafts_created gauge\nvllm:spec_decode_num_drafts_created 1.7e+09\n"
+            '# TYPE vllm:draft_time_seconds histogram\nvllm:draft_time_seconds_bucket{le="1"} %d\n'
+            "http_requests_accepted_total %d\nvllm:num_requests_accepted_waiting %d\n"
+        )
         growth = ms.counter_growth(snapshot(page % (1, 1, 1, 1)), snapshot(page % (5, 5, 5, 5)))
         self.assertEqual({}, {k: v for k, v in ms.spec_delta(growth).items() if "seconds" not in k})
 
     def test_created_of_an_openmetrics_counter_is_no_counter(self):
-        page = ("# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total %d # {trace_id=\"x\"} 1 1.5\n"
-                "vllm:spec_decode_num_drafts_created 1.757e+09\n# EOF\n")
+        page = (
+            '# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total %d # {trace_id="x"} 1 1.5\n'
+            "vllm:spec_decode_num_drafts_created 1.757e+09\n# EOF\n"
+        )
         growth = ms.counter_growth(snapshot(page % 5), snapshot(page % 9))
         self.assertEqual({"vllm:spec_decode_num_drafts_total": 4}, ms.spec_delta(growth))
 
@@ -265,7 +371,9 @@ class Deltas(unittest.TestCase):
         for bad in ("NaN", "+Inf", "-Inf"):
             with self.subTest(bad):
                 growth = ms.counter_growth(snapshot(page % "1"), snapshot(page % bad))
-                self.assertEqual([], [s for s in growth.samples or () if not math.isfinite(s.value)])
+                self.assertEqual(
+                    [], [s for s in growth.samples or () if not math.isfinite(s.value)]
+                )
 
     def test_restart_is_found_by_each_of_its_signs(self):
         start = "process_start_time_seconds 100\n"
@@ -274,35 +382,68 @@ class Deltas(unittest.TestCase):
         quiet = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n"
         header = {"Process-Start-Time-Unix": "974200512"}
         for name, before, after, is_reset in (
-            ("nothing", snapshot(start + born + count % 5), snapshot(start + born + count % 9), False),
+            (
+                "nothing",
+                snapshot(start + born + count % 5),
+                snapshot(start + born + count % 9),
+                False,
+            ),
             ("first series", snapshot(quiet), snapshot(quiet + born + count % 9), False),
-            ("start time", snapshot(start + count % 5), snapshot("process_start_time_seconds 200\n" + count % 9), True),
-            ("created", snapshot(born + count % 5), snapshot(born.replace("1.7", "1.8") + count % 9), True),
+            (
+                "start time",
+                snapshot(start + count % 5),
+                snapshot("process_start_time_seconds 200\n" + count % 9),
+                True,
+            ),
+            (
+                "created",
+                snapshot(born + count % 5),
+                snapshot(born.replace("1.7", "1.8") + count % 9),
+                True,
+            ),
             ("decrease", snapshot(count % 5), snapshot(count % 4), True),
             ("vanished", snapshot(quiet + count % 5), snapshot(quiet), True),
-            ("header", snapshot(count % 5, headers=header), snapshot(count % 9, headers={"Process-Start-Time-Unix": "7"}), True),
-            ("same header", snapshot(count % 5, headers=header), snapshot(count % 9, headers=header), False),
+            (
+                "header",
+                snapshot(count % 5, headers=header),
+                snapshot(count % 9, headers={"Process-Start-Time-Unix": "7"}),
+                True,
+            ),
+            (
+                "same header",
+                snapshot(count % 5, headers=header),
+                snapshot(count % 9, headers=header),
+                False,
+            ),
         ):
             with self.subTest(name):
                 growth = ms.counter_growth(before, after)
                 self.assertEqual((is_reset, is_reset), (growth.reset, growth.samples is None))
 
     def test_growth_of_blocks_adds_up_and_one_void_block_voids_it(self):
-        page = "# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total{engine=\"0\"} %d\n"
-        parts = [ms.counter_growth(snapshot(page % a), snapshot(page % b)) for a, b in ((1, 5), (7, 10), (10, 2))]
+        page = '# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total{engine="0"} %d\n'
+        parts = [
+            ms.counter_growth(snapshot(page % a), snapshot(page % b))
+            for a, b in ((1, 5), (7, 10), (10, 2))
+        ]
         self.assertEqual([7.0], [s.value for s in ms.added_growth(parts[:2]).samples])
         self.assertTrue(ms.added_growth(parts).reset)
 
 
 class Recorded(unittest.TestCase):
-
     def pages(self):
-        return [snapshot((PAGES / ("vllm-0.32.0-ngram-k4.%s.txt" % when)).read_text("utf-8"), "smol") for when in ("before", "after")]
+        return [
+            snapshot((PAGES / ("vllm-0.32.0-ngram-k4.%s.txt" % when)).read_text("utf-8"), "smol")
+            for when in ("before", "after")
+        ]
 
     def test_recorded_vllm_pages_give_what_happened(self):
         growth = ms.counter_growth(*self.pages())
         found = ms.acceptance_of_counters(growth, 1)
-        self.assertEqual((14, 56, 56, (14, 14, 14, 14)), (found.steps, found.drafted, found.accepted, found.per_position))
+        self.assertEqual(
+            (14, 56, 56, (14, 14, 14, 14)),
+            (found.steps, found.drafted, found.accepted, found.per_position),
+        )
         self.assertEqual(80, ms.generated_tokens(growth))
         self.assertEqual(23, ms.target_steps(of_answers(found, 80, 1)))
         self.assertEqual(9, ms.target_steps(of_answers(found, 80, 1)) - found.steps)
@@ -312,30 +453,47 @@ class Recorded(unittest.TestCase):
         head = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
         stem = "vllm-0.32.0-ngram-k4"
         with tempfile.TemporaryDirectory() as folder:
-            for name, kind in ((stem + ".before.txt", b"text/plain"), (stem + ".after.txt", b"text/plain"),
-                               (stem + ".stream.txt", b"text/event-stream"), ("vllm-0.32.0.models.json", b"application/json")):
+            for name, kind in (
+                (stem + ".before.txt", b"text/plain"),
+                (stem + ".after.txt", b"text/plain"),
+                (stem + ".stream.txt", b"text/event-stream"),
+                ("vllm-0.32.0.models.json", b"application/json"),
+            ):
                 (pathlib.Path(folder) / name).write_bytes(head % kind + (PAGES / name).read_bytes())
-            routes = [{"method": "GET", "path": "/v1/models", "file": "vllm-0.32.0.models.json"},
-                      {"method": "POST", "path": "/v1/chat/completions", "file": stem + ".stream.txt"}]
-            with SwitchingServer(routes, folder, "/metrics", stem + ".before.txt", stem + ".after.txt") as server:
-                outcome = measure(None, server, "--warmup", "0", prompts=["the prompt that was recorded"])
+            routes = [
+                {"method": "GET", "path": "/v1/models", "file": "vllm-0.32.0.models.json"},
+                {"method": "POST", "path": "/v1/chat/completions", "file": stem + ".stream.txt"},
+            ]
+            with SwitchingServer(
+                routes, folder, "/metrics", stem + ".before.txt", stem + ".after.txt"
+            ) as server:
+                outcome = measure(
+                    None, server, "--warmup", "0", prompts=["the prompt that was recorded"]
+                )
         record = outcome.endpoint("speculative")
         told = record["acceptance"]
-        self.assertEqual((14, 56, 56, 1.0), (told["steps"], told["drafted"], told["accepted"], told["rate"]))
+        self.assertEqual(
+            (14, 56, 56, 1.0), (told["steps"], told["drafted"], told["accepted"], told["rate"])
+        )
         self.assertEqual([1.0] * 4, told["per_position"])
         self.assertAlmostEqual(79 / 23, told["tokens_per_target_step"])
-        self.assertEqual((80, "vllm", []), (record["output_tokens"], record["engine"], [f["finding"] for f in record["audit"]]))
+        self.assertEqual(
+            (80, "vllm", []),
+            (record["output_tokens"], record["engine"], [f["finding"] for f in record["audit"]]),
+        )
         self.assertEqual(766296064, record["server"]["resident_bytes"])
 
 
 class Unavailable(unittest.TestCase):
-
     def test_what_is_no_metrics_page_is_unavailable_with_a_hint_and_never_zero(self):
         for page, words in (
             ((401, "application/json", b'{"error":{"message":"no key"}}'), ["HTTP 401", "key"]),
             ((403, "text/plain", b"forbidden"), ["HTTP 403", "key"]),
             ((404, "application/json", b"{}"), ["HTTP 404", "--metrics", "--enable-metrics"]),
-            ((501, "application/json", b'{"error":{"message":"disabled"}}'), ["HTTP 501", "--metrics", "--enable-metrics"]),
+            (
+                (501, "application/json", b'{"error":{"message":"disabled"}}'),
+                ["HTTP 501", "--metrics", "--enable-metrics"],
+            ),
             ((503, "text/plain", b"not now"), ["HTTP 503"]),
             ((200, "text/html", b"<!DOCTYPE html><html></html>"), ["HTML"]),
             ((200, "application/json", b"[]"), ["JSON"]),
@@ -343,8 +501,12 @@ class Unavailable(unittest.TestCase):
             ((200, "text/plain", b""), ["no Prometheus samples"]),
             ((200, "text/plain", b"hello there, all is well"), ["no Prometheus samples"]),
         ):
-            with self.subTest(page), FakeServer("llama.cpp", speculation=Speculation(), details=False,
-                                                pages={"/metrics": page}) as server:
+            with (
+                self.subTest(page),
+                FakeServer(
+                    "llama.cpp", speculation=Speculation(), details=False, pages={"/metrics": page}
+                ) as server,
+            ):
                 outcome = measure(None, server, prompts=PROMPTS)
                 record = outcome.endpoint("speculative")
                 self.assertEqual(0, outcome.code)
@@ -357,7 +519,9 @@ class Unavailable(unittest.TestCase):
 
     def test_page_that_goes_away_in_the_middle_makes_no_delta(self):
         with FakeServer("lmdeploy", speculation=Speculation()) as server:
-            server.answers = lambda prompt, nth: setattr(server, "metrics", 404) if prompt == PROMPTS[1] else None
+            server.answers = lambda prompt, nth: (
+                setattr(server, "metrics", 404) if prompt == PROMPTS[1] else None
+            )
             record = measure(None, server, prompts=PROMPTS).endpoint("speculative")
         self.assertIsNone(record["spec_metrics_delta"])
         self.assertIsNone(record["acceptance"])
@@ -371,7 +535,9 @@ class Unavailable(unittest.TestCase):
 
     def test_page_without_speculation_counters_is_an_empty_delta_and_not_a_missing_one(self):
         with FakeServer("vllm") as server:
-            self.assertEqual({}, measure(server, None, prompts=PROMPTS).endpoint()["spec_metrics_delta"])
+            self.assertEqual(
+                {}, measure(server, None, prompts=PROMPTS).endpoint()["spec_metrics_delta"]
+            )
 
     def test_case_c01_metrics_off_costs_the_counters_only(self):
         with ReplayServer("routes.json", CASES / "C01") as server:
@@ -389,7 +555,9 @@ class Unavailable(unittest.TestCase):
 
     def test_case_c03_router_that_wants_the_model_is_asked_again_with_it(self):
         with ReplayServer("routes.json", CASES / "C03") as server:
-            endpoint, page = ms.find_metrics(ms.Endpoint("speculative", server.url, server.root, "a"))
+            endpoint, page = ms.find_metrics(
+                ms.Endpoint("speculative", server.url, server.root, "a")
+            )
             self.assertTrue(endpoint.metrics_url.endswith("/metrics?model=a"))
             self.assertEqual([5.0], [s.value for s in page.samples])
 
@@ -400,10 +568,14 @@ class Unavailable(unittest.TestCase):
 
     def test_case_c08_json_page_leads_to_the_prometheus_page_beside_it(self):
         with ReplayServer("routes.json", CASES / "C08") as server:
-            endpoint, before = ms.find_metrics(ms.Endpoint("speculative", server.url, server.root, "m"))
+            endpoint, before = ms.find_metrics(
+                ms.Endpoint("speculative", server.url, server.root, "m")
+            )
             growth = ms.counter_growth(before, ms.metrics_snapshot(endpoint))
         self.assertTrue(endpoint.metrics_url.endswith("/prometheus/metrics"))
-        self.assertEqual((900, 450), (lambda a: (a.drafted, a.accepted))(ms.acceptance_of_counters(growth, 0)))
+        self.assertEqual(
+            (900, 450), (lambda a: (a.drafted, a.accepted))(ms.acceptance_of_counters(growth, 0))
+        )
 
     def test_tensorrt_iteration_records_are_never_drained(self):
         with FakeServer("tensorrt-llm", speculation=Speculation()) as server:
@@ -413,32 +585,56 @@ class Unavailable(unittest.TestCase):
         self.assertFalse({"/metrics", "/perf_metrics"} & asked)
 
     def test_key_goes_to_the_page_of_its_own_server_only(self):
-        with FakeServer("llama.cpp", api_key="sesame-123") as server, FakeServer("llama.cpp") as elsewhere, \
-                mock.patch.object(ms, "SETTLE_LIMIT_S", 0.1):
+        with (
+            FakeServer("llama.cpp", api_key="sesame-123") as server,
+            FakeServer("llama.cpp") as elsewhere,
+            mock.patch.object(ms, "SETTLE_LIMIT_S", 0.1),
+        ):
             for url in (server.root, elsewhere.root):
-                measure(server, None, "--baseline-metrics-url", url + "/metrics", prompts=PROMPTS[:1], env={"SPEC_API_KEY": "sesame-123"})
+                measure(
+                    server,
+                    None,
+                    "--baseline-metrics-url",
+                    url + "/metrics",
+                    prompts=PROMPTS[:1],
+                    env={"SPEC_API_KEY": "sesame-123"},
+                )
             for fake, sent in ((server, True), (elsewhere, False)):
-                keys = ["authorization" in r["headers"] for r in fake.requests if r["path"] == "/metrics"]
+                keys = [
+                    "authorization" in r["headers"]
+                    for r in fake.requests
+                    if r["path"] == "/metrics"
+                ]
                 self.assertEqual({sent}, set(keys))
 
 
 class Settling(unittest.TestCase):
-
     def test_late_counters_are_waited_for(self):
         """An engine may send an answer before it counts it."""
         for engine in ("llama.cpp", "vllm", "sglang", "lmdeploy", "tgi"):
             for reads in (1, 3, 6):
-                with self.subTest(engine=engine, reads=reads), FakeServer(
-                        engine, speculation=Speculation(4, (4, 2, 0)), lag_reads=reads) as server:
-                    record = measure(None, server, "--warmup", "0", prompts=PROMPTS).endpoint("speculative")
-                    self.assertEqual((server.truth.steps, server.truth.accepted),
-                                     (record["acceptance"]["steps"], record["acceptance"]["accepted"]))
+                with (
+                    self.subTest(engine=engine, reads=reads),
+                    FakeServer(
+                        engine, speculation=Speculation(4, (4, 2, 0)), lag_reads=reads
+                    ) as server,
+                ):
+                    record = measure(None, server, "--warmup", "0", prompts=PROMPTS).endpoint(
+                        "speculative"
+                    )
+                    self.assertEqual(
+                        (server.truth.steps, server.truth.accepted),
+                        (record["acceptance"]["steps"], record["acceptance"]["accepted"]),
+                    )
                     self.assertNotIn("sources-disagree", findings(record))
 
     def test_counters_that_never_catch_up_are_given_up_after_a_bounded_time(self):
         clock = iter(range(1000))
-        with FakeServer("lmdeploy", speculation=Speculation(), lag_reads=10**6) as server, \
-                mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0), mock.patch.object(ms.time, "monotonic", lambda: float(next(clock))):
+        with (
+            FakeServer("lmdeploy", speculation=Speculation(), lag_reads=10**6) as server,
+            mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0),
+            mock.patch.object(ms.time, "monotonic", lambda: float(next(clock))),
+        ):
             before = ms.metrics_snapshot(endpoint_for(server))
             after = ms.settled_snapshot(endpoint_for(server), before, 1000)
         self.assertIsNotNone(after.samples)
@@ -446,9 +642,11 @@ class Settling(unittest.TestCase):
 
     def test_other_series_that_move_at_every_read_are_not_waited_for(self):
         reads = iter(range(10**6))
-        page = ("# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total 0\n"
-                "# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total 0\n"
-                "# TYPE process_cpu_seconds_total counter\nprocess_cpu_seconds_total %d\n")
+        page = (
+            "# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total 0\n"
+            "# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total 0\n"
+            "# TYPE process_cpu_seconds_total counter\nprocess_cpu_seconds_total %d\n"
+        )
         with FakeServer("vllm", pages={"/metrics": lambda: page % next(reads)}) as server:
             before = ms.metrics_snapshot(endpoint_for(server))
             with mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0):
@@ -468,41 +666,65 @@ class Settling(unittest.TestCase):
         with FakeServer("vllm", speculation=Speculation(4, (4, 2, 0))) as server:
             record = measure(None, server, "--warmup", "3", prompts=PROMPTS).endpoint("speculative")
             truth = server.truth - server.given[0] - server.given[1] - server.given[2]
-        counts = {name: value for name, value in record["spec_metrics_delta"].items() if "num_drafts" in name}
+        counts = {
+            name: value
+            for name, value in record["spec_metrics_delta"].items()
+            if "num_drafts" in name
+        }
         self.assertEqual([truth.steps], list(counts.values()))
 
 
 class Recording(unittest.TestCase):
-
     def test_delta_is_written_with_positions_in_numeric_order(self):
         with FakeServer("vllm", speculation=Speculation(12, (12, 11, 3)), words=80) as server:
             outcome = measure(None, server, prompts=PROMPTS)
-        line = next(x for x in outcome.files["labbook.md"].decode().splitlines() if x.startswith("{"))
+        line = next(
+            x for x in outcome.files["labbook.md"].decode().splitlines() if x.startswith("{")
+        )
         pairs = json.loads(line, object_pairs_hook=list)
         delta = next(value for name, value in pairs if name == "spec_metrics_delta")
         names = [name for name, _ in delta if "per_pos" in name]
-        self.assertEqual([str(i) for i in range(12)], [name.partition('position="')[2].partition('"')[0] for name in names])
+        self.assertEqual(
+            [str(i) for i in range(12)],
+            [name.partition('position="')[2].partition('"')[0] for name in names],
+        )
         self.assertFalse([name for name, _ in delta if "_created" in name])
 
     def test_gauges_are_recorded_apart_and_as_read(self):
         with FakeServer("sglang", speculation=Speculation(4, (4, 2, 0))) as server:
             record = measure(None, server, prompts=PROMPTS).endpoint("speculative")
             mean = server.truth.mean_length
-        self.assertEqual(["sglang:spec_verify_calls_total"], [name.partition("{")[0] for name in record["spec_metrics_delta"]])
-        gauges = {name.partition("{")[0]: value for name, value in record["spec_metrics_gauges"].items()}
+        self.assertEqual(
+            ["sglang:spec_verify_calls_total"],
+            [name.partition("{")[0] for name in record["spec_metrics_delta"]],
+        )
+        gauges = {
+            name.partition("{")[0]: value for name, value in record["spec_metrics_gauges"].items()
+        }
         self.assertEqual({"sglang:spec_accept_length", "sglang:spec_accept_rate"}, set(gauges))
         self.assertAlmostEqual(mean, gauges["sglang:spec_accept_length"])
 
     def test_no_value_that_is_not_json_reaches_a_file(self):
-        bad = "\n".join("# TYPE vllm:spec_decode_%s counter\nvllm:spec_decode_%s %s" % (n, n, v) for n, v in (
-            ("num_drafts_total", "NaN"), ("num_draft_tokens_total", "+Inf"), ("num_accepted_tokens_total", "-Inf"))) + (
+        bad = "\n".join(
+            "# TYPE vllm:spec_decode_%s counter\nvllm:spec_decode_%s %s" % (n, n, v)
+            for n, v in (
+                ("num_drafts_total", "NaN"),
+                ("num_draft_tokens_total", "+Inf"),
+                ("num_accepted_tokens_total", "-Inf"),
+            )
+        ) + (
             "\n# TYPE vllm:spec_decode_efficiency gauge\nvllm:spec_decode_efficiency NaN\n"
             "# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total NaN\n"
-            "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running NaN\nprocess_resident_memory_bytes NaN\n")
+            "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running NaN\nprocess_resident_memory_bytes NaN\n"
+        )
 
         def refuse(name):
             self.fail("%s in a record" % name)
-        with FakeServer("vllm", pages={"/metrics": bad}) as a, FakeServer("vllm", pages={"/metrics": bad}, details=False) as b:
+
+        with (
+            FakeServer("vllm", pages={"/metrics": bad}) as a,
+            FakeServer("vllm", pages={"/metrics": bad}, details=False) as b,
+        ):
             outcome = measure(a, b, "--save-run", "run.jsonl", prompts=PROMPTS)
         self.assertEqual(0, outcome.code)
         for name in ("labbook.md", "run.jsonl"):
@@ -515,9 +737,15 @@ class LongLivedLlama(unittest.TestCase):
     """llama.cpp writes its scalars with six digits, so behind a million their growth is rounded; positions are exact."""
 
     def measured(self, tokens):
-        past = Counts(tokens=tokens, histogram=[0, 0, 0, 0, tokens // 7], drafts=[0, 0, 0, 0, tokens // 7 * 2])
-        plain, drafting = [FakeServer("llama.cpp", speculation=s, counted_before=past if s else Counts(tokens=tokens))
-                           for s in (None, Speculation(4, (4, 2, 0)))]
+        past = Counts(
+            tokens=tokens, histogram=[0, 0, 0, 0, tokens // 7], drafts=[0, 0, 0, 0, tokens // 7 * 2]
+        )
+        plain, drafting = [
+            FakeServer(
+                "llama.cpp", speculation=s, counted_before=past if s else Counts(tokens=tokens)
+            )
+            for s in (None, Speculation(4, (4, 2, 0)))
+        ]
         with plain, drafting, mock.patch.object(ms, "SETTLE_LIMIT_S", 0.2):
             return measure(plain, drafting, "--warmup", "0", prompts=PROMPTS), drafting.truth
 
@@ -525,15 +753,24 @@ class LongLivedLlama(unittest.TestCase):
         for tokens in (3_456_789, 12_345_678, 234_567_891):
             with self.subTest(tokens):
                 outcome, _ = self.measured(tokens)
-                found = {name for arm in ("baseline", "speculative") for name in findings(outcome.endpoint(arm))}
-                self.assertFalse(found & {"foreign-traffic", "sources-disagree", "rate-above-one", "counter-reset"})
+                found = {
+                    name
+                    for arm in ("baseline", "speculative")
+                    for name in findings(outcome.endpoint(arm))
+                }
+                self.assertFalse(
+                    found
+                    & {"foreign-traffic", "sources-disagree", "rate-above-one", "counter-reset"}
+                )
 
     def test_figures_are_exact_or_null(self):
         for tokens in (3_456_789, 12_345_678, 234_567_891):
             with self.subTest(tokens):
                 outcome, truth = self.measured(tokens)
                 told = outcome.endpoint("speculative")["acceptance"]
-                self.assertEqual((truth.drafted, truth.accepted), (told["drafted"], told["accepted"]))
+                self.assertEqual(
+                    (truth.drafted, truth.accepted), (told["drafted"], told["accepted"])
+                )
                 self.assertIn(told["steps"], (None, truth.steps))
                 self.assertIn(told["mean_length"], (None, truth.mean_length))
 

@@ -19,7 +19,6 @@ GERMAN = "Wie gro\u00df ist ein Bakterium?"
 
 
 class Folder(unittest.TestCase):
-
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -45,10 +44,11 @@ def text_of(prompt):
 
 
 class BuiltIn(unittest.TestCase):
-
     def test_the_built_in_set_has_four_prompts_of_each_kind(self):
         prompts = ms.built_in_prompts()
-        self.assertEqual({"copy": 4, "closed": 4, "open": 4}, Counter(prompt.workload for prompt in prompts))
+        self.assertEqual(
+            {"copy": 4, "closed": 4, "open": 4}, Counter(prompt.workload for prompt in prompts)
+        )
         self.assertEqual(12, len({text_of(prompt) for prompt in prompts}))
         self.assertEqual(12, len({prompt.id for prompt in prompts}))
 
@@ -65,20 +65,26 @@ class BuiltIn(unittest.TestCase):
 
 
 class PlainText(Folder):
-
     def test_one_prompt_for_each_line_that_is_not_blank(self):
-        self.assertEqual(["one", "two  words"], self.texts("p.txt", "\n  one\t\n \t \ntwo  words\n\n"))
+        self.assertEqual(
+            ["one", "two  words"], self.texts("p.txt", "\n  one\t\n \t \ntwo  words\n\n")
+        )
 
     def test_any_line_ending_separates_and_none_stays_in_the_prompt(self):
         for end in ("\n", "\r\n", "\r"):
             with self.subTest(repr(end)):
-                self.assertEqual(["one", "two", "three"], self.texts("p.txt", end.join(["one", "two", "three"])))
+                self.assertEqual(
+                    ["one", "two", "three"], self.texts("p.txt", end.join(["one", "two", "three"]))
+                )
 
     def test_other_separators_that_some_languages_split_at_stay_inside_a_prompt(self):
         text = "a\u2028b\u2029c\x0bd\x0ce\x85f\x1cg"
         self.assertEqual([text], self.texts("p.txt", text + "\n"))
         line = json.dumps({"prompt": text}, ensure_ascii=False)
-        self.assertEqual([text], self.texts("p.jsonl", re.sub("[\x00-\x1f]", lambda m: "\\u%04x" % ord(m[0]), line)))
+        self.assertEqual(
+            [text],
+            self.texts("p.jsonl", re.sub("[\x00-\x1f]", lambda m: "\\u%04x" % ord(m[0]), line)),
+        )
 
     def test_every_other_ending_is_plain_text(self):
         for name in ("p", "p.md", "p.text", "p.JSONX"):
@@ -109,14 +115,22 @@ class CaseE07(Folder):
     def test_the_locale_does_not_matter(self):
         code = "import sys, measure_speculative as m; print([ascii(p.messages) for p in m.load_prompts(sys.argv[1:])[0]])"
         env = dict(os.environ, LC_ALL="C", LANG="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-        done = subprocess.run([sys.executable, "-c", code, str(CASES / "E07" / "prompts_utf8.txt")], cwd=PROGRAM.parent,
-                              env=env, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(CASES / "E07" / "prompts_utf8.txt")],
+            cwd=PROGRAM.parent,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
         self.assertEqual("", done.stderr)
         self.assertIn("Wie gro\\\\xdf ist", done.stdout)
 
     def test_latin_1_is_refused_with_file_line_and_byte_offset(self):
         with FakeServer("plain") as server:
-            outcome = run_main("--baseline-url", server.url, "--prompts", CASES / "E07" / "prompts_latin1.txt")
+            outcome = run_main(
+                "--baseline-url", server.url, "--prompts", CASES / "E07" / "prompts_latin1.txt"
+            )
             self.assertEqual([], server.requests)
         self.assertEqual(2, outcome.code)
         self.assertIn("prompts_latin1.txt:1: ", outcome.err)
@@ -125,7 +139,9 @@ class CaseE07(Folder):
 
     def test_an_empty_file_has_no_prompts_and_nothing_is_recorded(self):
         with FakeServer("plain") as server:
-            outcome = run_main("--baseline-url", server.url, "--prompts", CASES / "E07" / "prompts_empty.txt")
+            outcome = run_main(
+                "--baseline-url", server.url, "--prompts", CASES / "E07" / "prompts_empty.txt"
+            )
             self.assertEqual([], server.requests)
         self.assertEqual(2, outcome.code)
         self.assertIn("no prompts", outcome.err)
@@ -139,40 +155,67 @@ class CaseE07(Folder):
 class JsonFormats(Folder):
     ENTRIES = [
         ({"prompt": "a"}, "a"),
-        ({"prompt": " a\n b "}, " a\n b "),                                 # as it is
+        ({"prompt": " a\n b "}, " a\n b "),  # as it is
         ({"turns": ["first", "second"]}, "first"),
         ({"turns": ["only"], "category": "writing", "question_id": 81}, "only"),
         ({"messages": [{"role": "user", "content": "m"}]}, "m"),
-        ({"prompt": "\ud83c\udf89 caf\u00e9"}, "\U0001f389 caf\u00e9"),     # a whole pair is a character
+        (
+            {"prompt": "\ud83c\udf89 caf\u00e9"},
+            "\U0001f389 caf\u00e9",
+        ),  # a whole pair is a character
     ]
 
     def test_lines_and_array_hold_prompt_messages_or_turns(self):
         lines = "\r\n".join(json.dumps(entry) for entry, _ in self.ENTRIES)
         array = json.dumps([entry for entry, _ in self.ENTRIES], indent=1)
-        for name, data in (("p.jsonl", lines), ("p.json", array), ("q.jsonl", "\n\n" + lines.replace("\r\n", "\n\n") + "\n")):
+        for name, data in (
+            ("p.jsonl", lines),
+            ("p.json", array),
+            ("q.jsonl", "\n\n" + lines.replace("\r\n", "\n\n") + "\n"),
+        ):
             with self.subTest(name):
                 self.assertEqual([text for _, text in self.ENTRIES], self.texts(name, data))
 
     def test_messages_are_sent_as_they_are(self):
-        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "name": "u", "content": [
-            {"type": "text", "text": "hi"}]}, {"role": "assistant", "content": None, "x": 1}]
+        messages = [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "name": "u", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": None, "x": 1},
+        ]
         self.write("p.jsonl", json.dumps({"messages": messages}))
         with FakeServer("plain") as server:
             measure(server, None, "--prompts", str(self.folder / "p.jsonl"), "--warmup", "0")
             self.assertEqual([messages], [chat["body"]["messages"] for chat in server.chats])
 
     def test_id_and_workload_may_be_given_under_either_name(self):
-        rows = [({"id": "x1", "workload": "w"}, "x1", "w"), ({"question_id": 81, "category": "c"}, "81", "c"),
-                ({"id": 0}, "0", "mine"), ({"workload": None, "id": None}, "mine-4", "mine")]
-        prompts = self.load("mine.jsonl", "\n".join(json.dumps(dict(entry, prompt="p")) for entry, _, _ in rows))
-        self.assertEqual([row[1:] for row in rows], [(prompt.id, prompt.workload) for prompt in prompts])
+        rows = [
+            ({"id": "x1", "workload": "w"}, "x1", "w"),
+            ({"question_id": 81, "category": "c"}, "81", "c"),
+            ({"id": 0}, "0", "mine"),
+            ({"workload": None, "id": None}, "mine-4", "mine"),
+        ]
+        prompts = self.load(
+            "mine.jsonl", "\n".join(json.dumps(dict(entry, prompt="p")) for entry, _, _ in rows)
+        )
+        self.assertEqual(
+            [row[1:] for row in rows], [(prompt.id, prompt.workload) for prompt in prompts]
+        )
 
     def test_the_run_says_that_only_first_turns_are_used(self):
         lines = [{"turns": ["a", "b"]}, {"turns": ["c"]}, {"turns": ["d", "e", "f"]}]
         with FakeServer("plain", words=3) as server:
-            outcome = run_main("--baseline-url", server.url, "--prompts", "p.jsonl", "--warmup", "0",
-                               files={"p.jsonl": "\n".join(map(json.dumps, lines))})
-            self.assertEqual(["a", "c", "d"], [chat["body"]["messages"][0]["content"] for chat in server.chats])
+            outcome = run_main(
+                "--baseline-url",
+                server.url,
+                "--prompts",
+                "p.jsonl",
+                "--warmup",
+                "0",
+                files={"p.jsonl": "\n".join(map(json.dumps, lines))},
+            )
+            self.assertEqual(
+                ["a", "c", "d"], [chat["body"]["messages"][0]["content"] for chat in server.chats]
+            )
         self.assertEqual(0, outcome.code)
         self.assertRegex(outcome.err, r"(?i)\b2 prompts .*turn")
 
@@ -181,17 +224,25 @@ class JsonFormats(Folder):
         self.assertEqual([], notes)
 
     def test_equal_prompts_have_equal_digests_and_others_do_not(self):
-        same = self.load("a.jsonl", '{"prompt": "x", "id": 1}\n{"messages": [{"content": "x", "role": "user"}]}\n')
+        same = self.load(
+            "a.jsonl",
+            '{"prompt": "x", "id": 1}\n{"messages": [{"content": "x", "role": "user"}]}\n',
+        )
         self.assertEqual(1, len({prompt.digest() for prompt in same}))
         self.assertNotEqual(same[0].digest(), self.load("b.txt", "y")[0].digest())
 
 
 class Folders(Folder):
-
     def test_a_folder_gives_its_prompt_files_in_name_order_and_nothing_else(self):
-        for name, data in (("b.jsonl", '{"prompt": "b"}'), ("a.txt", "a1\na2"), ("c.json", '[{"prompt": "c"}]'),
-                           (".hidden.txt", "hidden"), ("notes.md", "notes"), ("deeper/d.txt", "deeper"),
-                           ("e.txt/inside.txt", "a folder that is called like a file")):
+        for name, data in (
+            ("b.jsonl", '{"prompt": "b"}'),
+            ("a.txt", "a1\na2"),
+            ("c.json", '[{"prompt": "c"}]'),
+            (".hidden.txt", "hidden"),
+            ("notes.md", "notes"),
+            ("deeper/d.txt", "deeper"),
+            ("e.txt/inside.txt", "a folder that is called like a file"),
+        ):
             self.write(name, data)
         prompts, _ = ms.load_prompts([str(self.folder)])
         self.assertEqual(["a1", "a2", "b", "c"], [text_of(prompt) for prompt in prompts])
@@ -223,7 +274,12 @@ class Unreadable(Folder):
         ("p.jsonl", GOOD + '{"messages": [{"content": "x"}]}', "p.jsonl:2: ", "role"),
         ("p.jsonl", GOOD + "17", "p.jsonl:2: ", "no text"),
         ("p.jsonl", GOOD + '{"prompt": "half \\ud83c"}', "p.jsonl:2: ", "surrogate"),
-        ("p.jsonl", GOOD + '{"messages": [{"role": "user", "content": [{"text": "\\udf89"}]}]}', "p.jsonl:2: ", "surrogate"),
+        (
+            "p.jsonl",
+            GOOD + '{"messages": [{"role": "user", "content": [{"text": "\\udf89"}]}]}',
+            "p.jsonl:2: ",
+            "surrogate",
+        ),
         ("p.json", '[\n{"prompt": "x"},\n{"prompt" "y"}\n]', "p.json:3: ", "not JSON"),
         ("p.json", '[{"prompt": "x"}, {"prompt": "y"}, {}]', "p.json: item 3", "no text"),
         ("p.json", '{"prompt": "x"}', "p.json:1: ", "array"),
@@ -240,7 +296,9 @@ class Unreadable(Folder):
         with FakeServer("plain") as server:
             for name, data, place, reason in self.FILES:
                 with self.subTest(content=data[:60]):
-                    outcome = run_main("--baseline-url", server.url, "--prompts", name, files={name: data})
+                    outcome = run_main(
+                        "--baseline-url", server.url, "--prompts", name, files={name: data}
+                    )
                     self.assertEqual(2, outcome.code)
                     self.assertIn(place, outcome.err)
                     self.assertIn(reason, outcome.err)
@@ -258,8 +316,15 @@ class Unreadable(Folder):
 
     def test_a_bad_file_behind_a_good_one_still_stops_the_run(self):
         with FakeServer("plain") as server:
-            outcome = run_main("--baseline-url", server.url, "--prompts", "a.txt", "--prompts", "b.jsonl",
-                               files={"a.txt": "x", "b.jsonl": "?"})
+            outcome = run_main(
+                "--baseline-url",
+                server.url,
+                "--prompts",
+                "a.txt",
+                "--prompts",
+                "b.jsonl",
+                files={"a.txt": "x", "b.jsonl": "?"},
+            )
             self.assertEqual((2, []), (outcome.code, server.requests))
         self.assertIn("b.jsonl:1: ", outcome.err)
 
@@ -283,7 +348,11 @@ class PromptSets(unittest.TestCase):
     def test_each_kind_has_at_least_16_prompts_and_none_stands_twice(self):
         for kind, prompts in self.by_kind.items():
             self.assertGreaterEqual(len(prompts), 16, kind)
-        for values in ([text_of(p) for p in self.prompts], [p.id for p in self.prompts], [p.digest() for p in self.prompts]):
+        for values in (
+            [text_of(p) for p in self.prompts],
+            [p.id for p in self.prompts],
+            [p.digest() for p in self.prompts],
+        ):
             self.assertEqual(len(self.prompts), len(set(values)))
         built_in = {text_of(prompt) for prompt in ms.built_in_prompts()}
         self.assertFalse(built_in & {text_of(p) for p in self.prompts})
@@ -294,12 +363,14 @@ class PromptSets(unittest.TestCase):
             with self.subTest(prompt.id):
                 self.assertEqual(1, len(blocks))
                 lines = [line for line in blocks[0].splitlines() if line.strip()]
-                self.assertTrue(30 <= len(lines) and len(blocks[0].rstrip().splitlines()) <= 120, len(lines))
+                self.assertTrue(
+                    30 <= len(lines) and len(blocks[0].rstrip().splitlines()) <= 120, len(lines)
+                )
 
     def test_sources_to_summarize_have_400_to_1200_words(self):
         for prompt in self.by_kind["summarize"]:
             paragraphs = [len(part.split()) for part in re.split(r"\n\s*\n", text_of(prompt))]
-            with self.subTest(prompt.id):    # the order stands in the first or in the last paragraph
+            with self.subTest(prompt.id):  # the order stands in the first or in the last paragraph
                 self.assertGreaterEqual(sum(paragraphs) - max(paragraphs[0], paragraphs[-1]), 400)
                 self.assertLessEqual(sum(paragraphs) - min(paragraphs[0], paragraphs[-1]), 1200)
 
@@ -313,7 +384,10 @@ class PromptSets(unittest.TestCase):
         for path in PROMPTS.iterdir():
             data = path.read_bytes()
             data.decode("utf-8")
-            self.assertTrue(data.endswith(b"\n") and b"\r" not in data and not data.startswith(b"\xef\xbb\xbf"), path.name)
+            self.assertTrue(
+                data.endswith(b"\n") and b"\r" not in data and not data.startswith(b"\xef\xbb\xbf"),
+                path.name,
+            )
 
 
 if __name__ == "__main__":

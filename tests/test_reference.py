@@ -36,12 +36,17 @@ def get(api, path):
 
 def ask(api, prompt, **more):
     """The answer as JSON, or all events of it where it is streamed."""
-    body = dict({"model": "reference", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12}, **more)
-    with OPENER.open(urllib.request.Request(api + "/chat/completions", json.dumps(body).encode()), timeout=5) as response:
+    body = dict(
+        {"model": "reference", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12},
+        **more,
+    )
+    with OPENER.open(
+        urllib.request.Request(api + "/chat/completions", json.dumps(body).encode()), timeout=5
+    ) as response:
         text = response.read().decode()
     if not body.get("stream"):
         return json.loads(text)
-    events = [part[len("data: "):] for part in text.split("\n\n") if part]
+    events = [part[len("data: ") :] for part in text.split("\n\n") if part]
     assert events.pop() == "[DONE]"
     return [json.loads(event) for event in events]
 
@@ -63,21 +68,34 @@ def loop_by_hand(config, prompt, length):
 def measure_pair(baseline, candidate, *flags, prompts=PROMPTS, tokens=12):
     """The outcome of measuring two Reference configurations."""
     with reference_server(baseline) as one, reference_server(candidate) as other:
-        return run_main("--baseline-url", one, "--speculative-url", other, "--max-tokens", tokens, *flags, prompts=prompts)
+        return run_main(
+            "--baseline-url",
+            one,
+            "--speculative-url",
+            other,
+            "--max-tokens",
+            tokens,
+            *flags,
+            prompts=prompts,
+        )
 
 
 class ReferenceModel(unittest.TestCase):
-
     def test_loop_is_greedy_and_loses_nothing(self):
         for alpha in (0.0, 0.3, 0.8, 1.0):
             for chain in (0, 1, 2, 4, 9):
                 for length in (1, 2, 3, 7, 64):
                     config = Reference(alpha=alpha, chain=chain, seed=7)
                     with self.subTest(alpha=alpha, chain=chain, length=length):
-                        steps = [(drafted, accepted, tokens) for tokens, drafted, accepted in config.steps("p", length)]
+                        steps = [
+                            (drafted, accepted, tokens)
+                            for tokens, drafted, accepted in config.steps("p", length)
+                        ]
                         self.assertEqual(loop_by_hand(config, "p", length), steps)
                         text = [token for _, _, tokens in steps for token in tokens]
-                        self.assertEqual([config.target_token("p", n) for n in range(1, length)], text)
+                        self.assertEqual(
+                            [config.target_token("p", n) for n in range(1, length)], text
+                        )
 
     def test_text_depends_on_prompt_and_seed_alone(self):
         def text(prompt="p", **changes):
@@ -99,7 +117,9 @@ class ReferenceModel(unittest.TestCase):
             for position in range(4):
                 with self.subTest(alpha=alpha, position=position):
                     error = math.sqrt(alpha * (1 - alpha) / tested[position])
-                    self.assertAlmostEqual(alpha, passed[position] / tested[position], delta=4 * error)
+                    self.assertAlmostEqual(
+                        alpha, passed[position] / tested[position], delta=4 * error
+                    )
 
     def test_a_wrong_draft_has_the_same_length_and_another_last_byte(self):
         self.assertEqual(64, len(set(measure_speculative._WORDS)))
@@ -107,11 +127,12 @@ class ReferenceModel(unittest.TestCase):
             other = other_spelling(word)
             self.assertEqual((word[:-1], len(word)), (other[:-1], len(other)))
             self.assertNotEqual(word, other)
-        self.assertFalse(set(map(other_spelling, measure_speculative._WORDS)) & set(measure_speculative._WORDS))
+        self.assertFalse(
+            set(map(other_spelling, measure_speculative._WORDS)) & set(measure_speculative._WORDS)
+        )
 
 
 class ReferenceServers(unittest.TestCase):
-
     def test_truth_and_counters_are_exactly_what_the_two_models_give(self):
         config = Reference(alpha=0.7, chain=3, draft_cost=0.25, **FAST)
         lengths = dict(zip(PROMPTS, (24, 9, 1)))
@@ -124,13 +145,24 @@ class ReferenceServers(unittest.TestCase):
             self.assertEqual((prompt, length), (entry["prompt"], entry["tokens"]))
             self.assertEqual(sum(d > 0 for d, _, _ in steps), entry["steps"])
             self.assertEqual(sum(d == 0 for d, _, _ in steps), entry["plain_steps"])
-            self.assertEqual((sum(d for d, _, _ in steps), sum(a for _, a, _ in steps)), (entry["drafted"], entry["accepted"]))
-            self.assertEqual([sum(a > i for _, a, _ in steps) for i in range(3)], entry["positions"])
+            self.assertEqual(
+                (sum(d for d, _, _ in steps), sum(a for _, a, _ in steps)),
+                (entry["drafted"], entry["accepted"]),
+            )
+            self.assertEqual(
+                [sum(a > i for _, a, _ in steps) for i in range(3)], entry["positions"]
+            )
             self.assertEqual(sum(a < d for d, a, _ in steps), entry["rejected"])
-            self.assertAlmostEqual(sum(0.0005 * (1 + 0.25 * d) for d, _, _ in steps), entry["decode_s"], 9)
+            self.assertAlmostEqual(
+                sum(0.0005 * (1 + 0.25 * d) for d, _, _ in steps), entry["decode_s"], 9
+            )
             self.assertEqual(0.001, entry["prefill_s"])
         shown = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-        every = [step for prompt, length in lengths.items() for step in loop_by_hand(config, prompt, length)]
+        every = [
+            step
+            for prompt, length in lengths.items()
+            for step in loop_by_hand(config, prompt, length)
+        ]
         name = "vllm:spec_decode_num_"
         self.assertEqual(34, int(shown["vllm:generation_tokens_total"]))
         self.assertEqual(sum(d > 0 for d, _, _ in every), int(shown[name + "drafts_total"]))
@@ -141,13 +173,32 @@ class ReferenceServers(unittest.TestCase):
             self.assertEqual(sum(a > i for _, a, _ in every), int(shown[series]))
 
     def test_truth_adds_up_by_definition(self):
-        entry = {"prompt": "p", "tokens": 11, "steps": 3, "plain_steps": 1, "drafted": 9, "accepted": 6, "rejected": 2, "positions": [3, 2, 1],
-                 "prefill_s": 0.5, "decode_s": 2.0}
+        entry = {
+            "prompt": "p",
+            "tokens": 11,
+            "steps": 3,
+            "plain_steps": 1,
+            "drafted": 9,
+            "accepted": 6,
+            "rejected": 2,
+            "positions": [3, 2, 1],
+            "prefill_s": 0.5,
+            "decode_s": 2.0,
+        }
         truth = reference_truth([entry, dict(entry, prompt="q", prefill_s=1.5, decode_s=3.0)])
         # 22 tokens, 2 of them from the prompt pass, in 2 s of prompt and 5 s of decode, and 8 target steps
-        for name, value in (("tokens_per_s", 22 / 7), ("decode_tokens_per_s", 4.0), ("tokens_per_step", 2.5), ("step_s", 0.625),
-                            ("ttft_s", 1.0), ("steps", 6), ("plain_steps", 2), ("rejected", 4), ("positions", [6, 4, 2]),
-                            ("request_s", {"p": 2.5, "q": 4.5})):
+        for name, value in (
+            ("tokens_per_s", 22 / 7),
+            ("decode_tokens_per_s", 4.0),
+            ("tokens_per_step", 2.5),
+            ("step_s", 0.625),
+            ("ttft_s", 1.0),
+            ("steps", 6),
+            ("plain_steps", 2),
+            ("rejected", 4),
+            ("positions", [6, 4, 2]),
+            ("request_s", {"p": 2.5, "q": 4.5}),
+        ):
             self.assertEqual(value, truth[name], name)
 
     def test_streamed_and_plain_answers_carry_the_same_text_and_counts(self):
@@ -160,12 +211,16 @@ class ReferenceServers(unittest.TestCase):
             self.assertEqual(text, "".join(choice["delta"]["content"] for choice in choices))
             sizes = [1] + [len(tokens) for _, _, tokens in loop_by_hand(config, "p", 12)]
             self.assertEqual(sizes, [len(choice["token_ids"]) for choice in choices])
-            self.assertEqual([12, 12], [part["usage"]["completion_tokens"] for part in (plain, events[-1])])
+            self.assertEqual(
+                [12, 12], [part["usage"]["completion_tokens"] for part in (plain, events[-1])]
+            )
             ends = [choice["finish_reason"] for choice in choices]
             self.assertEqual([None] * (len(ends) - 1) + ["length"], ends)
 
     def test_tokens_never_come_before_their_modelled_time(self):
-        with reference_server(Reference(chain=2, draft_cost=0.5, step_s=0.002, prefill_s=0.01)) as api:
+        with reference_server(
+            Reference(chain=2, draft_cost=0.5, step_s=0.002, prefill_s=0.01)
+        ) as api:
             started = time.perf_counter()
             ask(api, "p", max_tokens=100)
             took = time.perf_counter() - started
@@ -175,20 +230,32 @@ class ReferenceServers(unittest.TestCase):
     def test_beyond_its_capacity_a_step_takes_longer_in_proportion_to_the_tokens_in_it(self):
         def step_s(config, at_once):
             with reference_server(config) as api:
-                threads = [threading.Thread(target=ask, args=(api, "p"), kwargs={"max_tokens": 30}) for _ in range(at_once)]
+                threads = [
+                    threading.Thread(target=ask, args=(api, "p"), kwargs={"max_tokens": 30})
+                    for _ in range(at_once)
+                ]
                 for thread in threads:
                     thread.start()
                 for thread in threads:
                     thread.join()
-                return max(entry["decode_s"] / (entry["steps"] + entry["plain_steps"]) for entry in json.loads(get(api, "/truth")))
+                return max(
+                    entry["decode_s"] / (entry["steps"] + entry["plain_steps"])
+                    for entry in json.loads(get(api, "/truth"))
+                )
 
-        full = Reference(alpha=1.0, chain=1, draft_cost=0.0, capacity=4.0, step_s=0.004, prefill_s=0.1)
-        self.assertAlmostEqual(0.004, step_s(full, 2), 9)              # 2 x 2 tokens fill it
-        self.assertAlmostEqual(0.004 * 6 * 2 / 4, step_s(full, 6), delta=0.002)  # 12 tokens, and one of 1 at the end
+        full = Reference(
+            alpha=1.0, chain=1, draft_cost=0.0, capacity=4.0, step_s=0.004, prefill_s=0.1
+        )
+        self.assertAlmostEqual(0.004, step_s(full, 2), 9)  # 2 x 2 tokens fill it
+        self.assertAlmostEqual(
+            0.004 * 6 * 2 / 4, step_s(full, 6), delta=0.002
+        )  # 12 tokens, and one of 1 at the end
 
     def test_the_model_is_listed_and_anything_else_is_not_found(self):
         with reference_server(PLAIN) as api:
-            self.assertEqual(["reference"], [model["id"] for model in json.loads(get(api, "/v1/models"))["data"]])
+            self.assertEqual(
+                ["reference"], [model["id"] for model in json.loads(get(api, "/v1/models"))["data"]]
+            )
             with self.assertRaises(urllib.error.HTTPError) as caught:
                 get(api, "/elsewhere")
             caught.exception.close()
@@ -196,10 +263,12 @@ class ReferenceServers(unittest.TestCase):
 
 
 class ReferenceTexts(unittest.TestCase):
-
     def test_an_honest_pair_is_identical(self):
         texts = measure_pair(PLAIN, DRAFTING, "--repeats", 2).comparison()["text_comparison"]
-        self.assertEqual((6, 6, 0, 0), tuple(texts[key] for key in ("compared", "identical", "divergent", "unstable")))
+        self.assertEqual(
+            (6, 6, 0, 0),
+            tuple(texts[key] for key in ("compared", "identical", "divergent", "unstable")),
+        )
 
     def test_planted_byte_is_found_at_its_offset_and_its_gap_decides_what_it_is(self):
         for gap, finding in ((0.1, "near-tie"), (3.0, "clear-preference")):
@@ -208,22 +277,40 @@ class ReferenceTexts(unittest.TestCase):
                 drafting = dataclasses.replace(DRAFTING, planted=("lighthouse", 5))
                 texts = measure_pair(plain, drafting).comparison()["text_comparison"]
                 before = "".join(PLAIN.target_token(PROMPTS[1], n) for n in range(6))
-                self.assertEqual((3, 2, 1), (texts["compared"], texts["identical"], texts["divergent"]))
+                self.assertEqual(
+                    (3, 2, 1), (texts["compared"], texts["identical"], texts["divergent"])
+                )
                 (found,) = texts["divergences"]
-                self.assertEqual((1, "different", "content"), (found["prompt_index"], found["class"], found["where"]))
+                self.assertEqual(
+                    (1, "different", "content"),
+                    (found["prompt_index"], found["class"], found["where"]),
+                )
                 self.assertEqual(len(before.encode()) - 1, found["first_difference_at_byte"])
-                self.assertTrue(found["baseline_tail"].startswith(before[-1]), found["baseline_tail"])
-                self.assertTrue(found["speculative_tail"].startswith("x"), found["speculative_tail"])
+                self.assertTrue(
+                    found["baseline_tail"].startswith(before[-1]), found["baseline_tail"]
+                )
+                self.assertTrue(
+                    found["speculative_tail"].startswith("x"), found["speculative_tail"]
+                )
                 self.assertEqual(finding, found["triage"]["finding"])
                 self.assertAlmostEqual(gap, found["triage"]["gap_nats"], 6)
                 spelled = PLAIN.target_token(PROMPTS[1], 5)
-                self.assertEqual([spelled, other_spelling(spelled)],
-                                 [found["triage"][key] for key in ("baseline_token", "speculative_token")])
+                self.assertEqual(
+                    [spelled, other_spelling(spelled)],
+                    [found["triage"][key] for key in ("baseline_token", "speculative_token")],
+                )
 
     def test_servers_that_flip_at_random_are_unstable_and_speculation_is_not_blamed(self):
         flip = 0.5
-        outcome = measure_pair(dataclasses.replace(PLAIN, flip=flip), dataclasses.replace(DRAFTING, flip=flip),
-                               "--repeats", 2, "--fail-on", "changed-text", tokens=40)
+        outcome = measure_pair(
+            dataclasses.replace(PLAIN, flip=flip),
+            dataclasses.replace(DRAFTING, flip=flip),
+            "--repeats",
+            2,
+            "--fail-on",
+            "changed-text",
+            tokens=40,
+        )
         texts = outcome.comparison()["text_comparison"]
         self.assertEqual(0, outcome.code, outcome.err)
         self.assertEqual((6, 6, 6), (texts["compared"], texts["divergent"], texts["unstable"]))
@@ -233,12 +320,24 @@ class ReferenceTexts(unittest.TestCase):
             self.assertEqual((3, 0), (texts[who]["compared"], texts[who]["identical"]))
 
     def test_a_stable_baseline_lays_the_difference_at_the_door_of_the_server_that_flips(self):
-        outcome = measure_pair(PLAIN, dataclasses.replace(DRAFTING, flip=0.5), "--repeats", 2, "--fail-on", "changed-text", tokens=40)
+        outcome = measure_pair(
+            PLAIN,
+            dataclasses.replace(DRAFTING, flip=0.5),
+            "--repeats",
+            2,
+            "--fail-on",
+            "changed-text",
+            tokens=40,
+        )
         texts = outcome.comparison()["text_comparison"]
         self.assertEqual(3, outcome.code)
         self.assertEqual((6, 0), (texts["divergent"], texts["unstable"]))
-        self.assertEqual((3, 3), (texts["baseline_self"]["compared"], texts["baseline_self"]["identical"]))
-        self.assertEqual((3, 0), (texts["speculative_self"]["compared"], texts["speculative_self"]["identical"]))
+        self.assertEqual(
+            (3, 3), (texts["baseline_self"]["compared"], texts["baseline_self"]["identical"])
+        )
+        self.assertEqual(
+            (3, 0), (texts["speculative_self"]["compared"], texts["speculative_self"]["identical"])
+        )
 
 
 class Calibrate(unittest.TestCase):
@@ -252,13 +351,19 @@ class Calibrate(unittest.TestCase):
             self.assertEqual(0.1, step_s)
             return Reference(alpha, chain, draft_cost, **FAST)
 
-        with mock.patch.multiple(measure_speculative, calibration_rows=lambda *args: rows(judge(*args)), Reference=fast,
-                                 cpu_share=lambda *args: share):
+        with mock.patch.multiple(
+            measure_speculative,
+            calibration_rows=lambda *args: rows(judge(*args)),
+            Reference=fast,
+            cpu_share=lambda *args: share,
+        ):
             return run_main("calibrate", "--step-ms", "100", *flags)
 
     @staticmethod
     def all_well(rows):
-        return [dict(row, within=True, error=None if row["error"] is None else 0.25) for row in rows]
+        return [
+            dict(row, within=True, error=None if row["error"] is None else 0.25) for row in rows
+        ]
 
     def test_in_tolerance_it_says_how_good_ratios_are_and_writes_nothing(self):
         outcome = self.calibrate(rows=self.all_well)
@@ -266,14 +371,28 @@ class Calibrate(unittest.TestCase):
         lines = outcome.out.splitlines()
         self.assertEqual(["Quantity", "True", "Measured", "Error"], lines[0].split())
         self.assertRegex(lines[-1], r"^On this machine, now, ratios are good to 0\.[23]%\.$")
-        for quantity in ("baseline tokens/s", "speculative tokens/s", "ratio", "acceptance rate", "alpha", "accepted per position",
-                         "tokens per step", "step cost", "draft cost", "time to first token", "client time per request",
-                         "client time per token", "planted difference"):
+        for quantity in (
+            "baseline tokens/s",
+            "speculative tokens/s",
+            "ratio",
+            "acceptance rate",
+            "alpha",
+            "accepted per position",
+            "tokens per step",
+            "step cost",
+            "draft cost",
+            "time to first token",
+            "client time per request",
+            "client time per token",
+            "planted difference",
+        ):
             self.assertIn(quantity, outcome.out)
         self.assertLessEqual(max(map(len, lines)), 100)
 
     def test_out_of_tolerance_names_the_quantity_and_the_likely_cause(self):
-        outcome = self.calibrate(rows=lambda rows: [dict(row, within=row["quantity"] != "ratio") for row in rows])
+        outcome = self.calibrate(
+            rows=lambda rows: [dict(row, within=row["quantity"] != "ratio") for row in rows]
+        )
         self.assertEqual(1, outcome.code)
         self.assertRegex(outcome.err, r"^OUT OF TOLERANCE: ratio; .*busy")
         self.assertNotIn("good to", outcome.out)
@@ -292,12 +411,24 @@ class Calibrate(unittest.TestCase):
         told = json.loads(outcome.out)
         rows = {row["quantity"]: row for row in told["quantities"]}
         config = Reference(alpha=0.6, chain=2)
-        steps = [step for prompt in measure_speculative.built_in_prompts()
-                 for step in loop_by_hand(config, prompt.messages[-1]["content"], 16)]
-        self.assertEqual({"quantity", "true", "measured", "error", "unit", "within"}, set(rows["ratio"]))
-        for quantity, true in (("verification steps", sum(d > 0 for d, _, _ in steps)), ("tokens drafted", sum(d for d, _, _ in steps)),
-                               ("tokens accepted", sum(a for _, a, _ in steps))):
-            self.assertEqual((true, true, True), tuple(rows[quantity][key] for key in ("true", "measured", "within")), quantity)
+        steps = [
+            step
+            for prompt in measure_speculative.built_in_prompts()
+            for step in loop_by_hand(config, prompt.messages[-1]["content"], 16)
+        ]
+        self.assertEqual(
+            {"quantity", "true", "measured", "error", "unit", "within"}, set(rows["ratio"])
+        )
+        for quantity, true in (
+            ("verification steps", sum(d > 0 for d, _, _ in steps)),
+            ("tokens drafted", sum(d for d, _, _ in steps)),
+            ("tokens accepted", sum(a for _, a, _ in steps)),
+        ):
+            self.assertEqual(
+                (true, true, True),
+                tuple(rows[quantity][key] for key in ("true", "measured", "within")),
+                quantity,
+            )
         self.assertEqual(0.3, rows["draft cost, target steps"]["true"])
         self.assertEqual(told["fit"], all(row["within"] for row in rows.values()))
         self.assertEqual(0 if told["fit"] else 1, outcome.code)
@@ -305,26 +436,52 @@ class Calibrate(unittest.TestCase):
     def test_notebook_is_written_only_where_asked_and_the_records_say_simulated(self):
         outcome = self.calibrate("--labbook", "labbook.md", rows=self.all_well)
         self.assertEqual(0, outcome.code, outcome.err)
-        self.assertEqual(["endpoint", "endpoint", "comparison"], [record["kind"] for record in outcome.records])
+        self.assertEqual(
+            ["endpoint", "endpoint", "comparison"], [record["kind"] for record in outcome.records]
+        )
         self.assertEqual([True] * 3, [record["simulated"] for record in outcome.records])
-        self.assertEqual([False] * 3, [r["simulated"] for r in measure_pair(PLAIN, DRAFTING).records])
+        self.assertEqual(
+            [False] * 3, [r["simulated"] for r in measure_pair(PLAIN, DRAFTING).records]
+        )
 
     def test_notebook_that_cannot_be_written_is_refused_before_measuring(self):
-        with mock.patch.object(measure_speculative, "reference_server", side_effect=AssertionError("measured")):
-            self.assertEqual(2, run_main("calibrate", "--labbook", os.path.join("no-such-folder", "labbook.md")).code)
+        with mock.patch.object(
+            measure_speculative, "reference_server", side_effect=AssertionError("measured")
+        ):
+            self.assertEqual(
+                2,
+                run_main(
+                    "calibrate", "--labbook", os.path.join("no-such-folder", "labbook.md")
+                ).code,
+            )
 
     def test_impossible_truths_are_usage_errors(self):
-        for flags in (("--alpha", "1.1"), ("--chain", "0"), ("--draft-cost", "-1"), ("--step-ms", "0"), ("--step-ms", "nan")):
+        for flags in (
+            ("--alpha", "1.1"),
+            ("--chain", "0"),
+            ("--draft-cost", "-1"),
+            ("--step-ms", "0"),
+            ("--step-ms", "nan"),
+        ):
             with self.subTest(flags):
                 self.assertEqual(2, run_main("calibrate", *flags).code)
 
     def test_every_kind_of_truth_can_be_calibrated(self):
         for alpha, chain, cost in (("1", "14", "0"), ("0", "4", "1.5")):
             with self.subTest(alpha=alpha, chain=chain, cost=cost):
-                outcome = self.calibrate("--json", "--alpha", alpha, "--chain", chain, "--draft-cost", cost)
+                outcome = self.calibrate(
+                    "--json", "--alpha", alpha, "--chain", chain, "--draft-cost", cost
+                )
                 rows = {row["quantity"]: row for row in json.loads(outcome.out)["quantities"]}
                 timed = ("/s", "ms", "ratio", "cost")
-                self.assertEqual([], [row for name, row in rows.items() if not row["within"] and not any(map(name.count, timed))])
+                self.assertEqual(
+                    [],
+                    [
+                        row
+                        for name, row in rows.items()
+                        if not row["within"] and not any(map(name.count, timed))
+                    ],
+                )
                 self.assertAlmostEqual(float(alpha), rows["alpha"]["measured"], delta=0.02)
 
 
@@ -336,11 +493,18 @@ class CalibrationRows(unittest.TestCase):
         prompts = cls.prompts = measure_speculative.built_in_prompts()
         cls.length, plain = 72, dataclasses.replace(PLAIN, prefill_s=0.004)
         cls.drafting = dataclasses.replace(plain, chain=3, planted=("lighthouse", 12))
-        with reference_server(plain) as one, reference_server(cls.drafting) as other, \
-                mock.patch.object(measure_speculative, "SETTLE_PAUSE_S", 0.0):
+        with (
+            reference_server(plain) as one,
+            reference_server(cls.drafting) as other,
+            mock.patch.object(measure_speculative, "SETTLE_PAUSE_S", 0.0),
+        ):
             args = measure_speculative.measure_parser().parse_args(
-                ["--baseline-url", one, "--speculative-url", other, "--max-tokens", str(cls.length)])
-            servers = [measure_speculative.preflight(arm, url, args, print) for arm, url in measure_speculative.arms_of(args)]
+                ["--baseline-url", one, "--speculative-url", other, "--max-tokens", str(cls.length)]
+            )
+            servers = [
+                measure_speculative.preflight(arm, url, args, print)
+                for arm, url in measure_speculative.arms_of(args)
+            ]
             recorder = measure_speculative.Recorder(print)
             (cls.measured,) = measure_speculative.measure_levels(args, prompts, servers, recorder)
             logs = [json.loads(get(api, "/truth"))[1 : 1 + len(prompts)] for api in (one, other)]
@@ -356,15 +520,27 @@ class CalibrationRows(unittest.TestCase):
                 entry = log[self.prompts[reading.prompt_index].messages[0]["content"]]
                 factor, late = (slower, late_s) if number else (1.0, 0.0)
                 answer = dataclasses.replace(
-                    reading.answer, ttft_s=entry["prefill_s"] + late, decode_s=entry["decode_s"] * factor,
-                    latency_s=(entry["prefill_s"] + entry["decode_s"]) * factor + late)
+                    reading.answer,
+                    ttft_s=entry["prefill_s"] + late,
+                    decode_s=entry["decode_s"] * factor,
+                    latency_s=(entry["prefill_s"] + entry["decode_s"]) * factor + late,
+                )
                 readings.append(dataclasses.replace(reading, answer=answer))
             runs.append(dataclasses.replace(run, readings=tuple(readings)))
-        triage = {"speculative": {str(d["prompt_index"]): d["triage"]
-                                  for d in self.measured.result.comparisons[0]["text_comparison"]["divergences"]}}
+        triage = {
+            "speculative": {
+                str(d["prompt_index"]): d["triage"]
+                for d in self.measured.result.comparisons[0]["text_comparison"]["divergences"]
+            }
+        }
         result = measure_speculative.result_of(runs, "calibrate", 0.0, triage)
         measured = dataclasses.replace(self.measured, runs=runs, result=result)
-        return {row["quantity"]: row for row in measure_speculative.calibration_rows(measured, truth or self.truth, self.drafting)}
+        return {
+            row["quantity"]: row
+            for row in measure_speculative.calibration_rows(
+                measured, truth or self.truth, self.drafting
+            )
+        }
 
     @staticmethod
     def wrong(rows):
@@ -379,7 +555,9 @@ class CalibrationRows(unittest.TestCase):
         rows = self.rows()
         self.assertEqual(set(), self.wrong(rows))
         for quantity, row in rows.items():
-            if row["error"] is not None and quantity != "alpha":  # counters book a draft cut at an answer's end as rejected
+            if (
+                row["error"] is not None and quantity != "alpha"
+            ):  # counters book a draft cut at an answer's end as rejected
                 self.assertAlmostEqual(0.0, row["error"], 6, quantity)
 
     def test_a_speculative_arm_that_is_two_percent_slow_shows_in_every_figure_it_touches(self):
@@ -394,35 +572,52 @@ class CalibrationRows(unittest.TestCase):
     def test_a_late_first_token_and_a_slow_client_are_seen(self):
         rows = self.rows(late_s=0.008)
         self.assertAlmostEqual(8.0, rows["speculative time to first token, ms"]["error"], 6)
-        self.assertAlmostEqual(4.0, rows["client time per request, ms"]["measured"], 6)  # the mean of both arms
-        self.assertLessEqual({"speculative time to first token, ms", "client time per request, ms"}, self.wrong(rows))
+        self.assertAlmostEqual(
+            4.0, rows["client time per request, ms"]["measured"], 6
+        )  # the mean of both arms
+        self.assertLessEqual(
+            {"speculative time to first token, ms", "client time per request, ms"}, self.wrong(rows)
+        )
         self.assertNotIn("speculative decode tokens/s", self.wrong(rows))
 
     def test_every_planted_wrong_count_is_found_and_nothing_else(self):
         drafted = self.truth[1]
         positions = drafted["positions"][:-1] + [drafted["positions"][-1] + 1]
-        for change, quantity in ((dict(steps=drafted["steps"] + 1), "verification steps"),
-                                 (dict(drafted=drafted["drafted"] - 1), "tokens drafted"),
-                                 (dict(accepted=drafted["accepted"] + 1), "tokens accepted"),
-                                 (dict(positions=positions), "accepted per position"),
-                                 (dict(rejected=2 * drafted["rejected"]), "alpha"),
-                                 (dict(tokens_per_step=drafted["tokens_per_step"] + 1e-6), "tokens per step")):
+        for change, quantity in (
+            (dict(steps=drafted["steps"] + 1), "verification steps"),
+            (dict(drafted=drafted["drafted"] - 1), "tokens drafted"),
+            (dict(accepted=drafted["accepted"] + 1), "tokens accepted"),
+            (dict(positions=positions), "accepted per position"),
+            (dict(rejected=2 * drafted["rejected"]), "alpha"),
+            (dict(tokens_per_step=drafted["tokens_per_step"] + 1e-6), "tokens per step"),
+        ):
             with self.subTest(quantity):
                 wrong = self.wrong(self.rows(self.changed(1, **change)))
                 self.assertIn(quantity, wrong)
-                self.assertEqual(set(), {name for name in wrong if "tokens/s" in name or "ms" in name or name == "ratio"})
+                self.assertEqual(
+                    set(),
+                    {
+                        name
+                        for name in wrong
+                        if "tokens/s" in name or "ms" in name or name == "ratio"
+                    },
+                )
 
     def test_tolerance_of_a_rate_is_half_a_percent_on_either_side(self):
         for factor, within in ((1.0049, True), (1.0051, False), (0.9951, True), (0.9949, False)):
             with self.subTest(factor=factor):
-                truth = self.changed(0, decode_tokens_per_s=self.truth[0]["decode_tokens_per_s"] / factor)
+                truth = self.changed(
+                    0, decode_tokens_per_s=self.truth[0]["decode_tokens_per_s"] / factor
+                )
                 row = self.rows(truth)["baseline decode tokens/s"]
                 self.assertEqual(within, row["within"])
                 self.assertAlmostEqual(100 * (factor - 1), row["error"], 6)
 
     def test_a_difference_at_another_place_or_none_at_all_is_out_of_tolerance(self):
         place = self.rows()["planted difference, byte"]
-        text = "".join(self.drafting.target_token(self.prompts[8].messages[0]["content"], n) for n in range(13))
+        text = "".join(
+            self.drafting.target_token(self.prompts[8].messages[0]["content"], n) for n in range(13)
+        )
         self.assertEqual((len(text) - 1,) * 2, (place["true"], place["measured"]))
         planted = self.drafting
         try:
@@ -431,12 +626,16 @@ class CalibrationRows(unittest.TestCase):
         finally:
             type(self).drafting = planted
         with mock.patch.object(measure_speculative, "divergence", lambda *args: None):
-            self.assertLessEqual({"planted difference, byte", "planted near tie"}, self.wrong(self.rows()))
+            self.assertLessEqual(
+                {"planted difference, byte", "planted near tie"}, self.wrong(self.rows())
+            )
 
     def test_alpha_is_what_the_server_counted_as_tested(self):
         accepted = rejected = 0
         for prompt in self.prompts:
-            for drafted, kept, _ in loop_by_hand(self.drafting, prompt.messages[0]["content"], self.length):
+            for drafted, kept, _ in loop_by_hand(
+                self.drafting, prompt.messages[0]["content"], self.length
+            ):
                 accepted, rejected = accepted + kept, rejected + (kept < drafted)
         self.assertAlmostEqual(accepted / (accepted + rejected), self.rows()["alpha"]["true"], 9)
 
@@ -464,21 +663,31 @@ def alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    with contextlib.suppress(OSError):  # a dead process that nobody has waited for is dead all the same
-        return pathlib.Path("/proc/%d/stat" % pid).read_text().rpartition(")")[2].split()[0] not in "ZX"
+    with contextlib.suppress(
+        OSError
+    ):  # a dead process that nobody has waited for is dead all the same
+        return (
+            pathlib.Path("/proc/%d/stat" % pid).read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     return True
 
 
 @unittest.skipUnless(hasattr(os, "killpg"), "sends signals to process groups")
 class ProcessesEnd(unittest.TestCase):
-
     @contextlib.contextmanager
     def calibrating(self, children=2):
         """(the running program, the ids of its reference servers); whatever is left is ended."""
         pids = []
         with tempfile.TemporaryDirectory() as folder:
-            program = subprocess.Popen([sys.executable, "-c", SHOW_CHILDREN, str(PROGRAM.parent)],
-                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, start_new_session=True)
+            program = subprocess.Popen(
+                [sys.executable, "-c", SHOW_CHILDREN, str(PROGRAM.parent)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=folder,
+                start_new_session=True,
+            )
             try:
                 pids += [int(program.stdout.readline()) for _ in range(children)]
                 yield program, pids
@@ -496,10 +705,19 @@ class ProcessesEnd(unittest.TestCase):
         self.assertEqual([], [pid for pid in pids if alive(pid)])
 
     def test_ctrl_c_at_any_moment_leaves_no_server_behind(self):
-        for moment, children, pause_s in (("starting", 1, 0.0), ("started", 2, 0.05), ("measuring", 2, 0.4)):
-            with self.subTest(moment, pause_s=pause_s), self.calibrating(children) as (program, pids):
+        for moment, children, pause_s in (
+            ("starting", 1, 0.0),
+            ("started", 2, 0.05),
+            ("measuring", 2, 0.4),
+        ):
+            with (
+                self.subTest(moment, pause_s=pause_s),
+                self.calibrating(children) as (program, pids),
+            ):
                 time.sleep(pause_s)
-                os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to the program and its servers
+                os.killpg(
+                    program.pid, signal.SIGINT
+                )  # as a terminal does: to the program and its servers
                 more, err = program.communicate(timeout=10)
                 self.assertEqual(130, program.returncode, err)
                 self.assert_gone(pids + [int(word) for word in more.split()])

@@ -10,27 +10,44 @@ import unittest
 from tests.fakes import FakeServer, Speculation
 from tests.support import answer, compare, measure, run_main, saved_run
 
-ENDPOINT_KEYS = set("""lab label base_url model engine engine_version max_tokens repeats prompt_count requests completed failed
+ENDPOINT_KEYS = set(
+    """lab label base_url model engine engine_version max_tokens repeats prompt_count requests completed failed
     first_error wall_s latency_s output_tokens output_tokens_per_s tokens_counted_by_server server_timings_sample
     spec_metrics_delta recorded_at schema run_id tool_version seed temperature warmup order concurrency ttft_s
-    decode_tokens_per_s acceptance workloads audit interrupted host""".split())
-COMPARISON_KEYS = set("""lab label engine engine_version model baseline_tokens_per_s speculative_tokens_per_s text_comparison
-    recorded_at schema run_id speedup speedup_these_prompts decode_speedup verdict workloads break_even audit""".split())
-ACCEPTANCE_KEYS = set("source steps drafted accepted per_position rate mean_length tokens_per_target_step alpha".split())
-TEXT_KEYS = set("compared identical divergent empty failed unstable counts_differ baseline_self speculative_self".split())
-DIVERGENCE_KEYS = set("""prompt_index prompt_id workload repeat where class first_difference_at_char first_difference_at_byte
-    baseline_tail speculative_tail triage""".split())
-BREAK_EVEN_KEYS = set("""applies alpha alpha_needed tokens_per_step step_cost draft_cost chain best_chain fit""".split())
+    decode_tokens_per_s acceptance workloads audit interrupted host""".split()
+)
+COMPARISON_KEYS = set(
+    """lab label engine engine_version model baseline_tokens_per_s speculative_tokens_per_s text_comparison
+    recorded_at schema run_id speedup speedup_these_prompts decode_speedup verdict workloads break_even audit""".split()
+)
+ACCEPTANCE_KEYS = set(
+    "source steps drafted accepted per_position rate mean_length tokens_per_target_step alpha".split()
+)
+TEXT_KEYS = set(
+    "compared identical divergent empty failed unstable counts_differ baseline_self speculative_self".split()
+)
+DIVERGENCE_KEYS = set(
+    """prompt_index prompt_id workload repeat where class first_difference_at_char first_difference_at_byte
+    baseline_tail speculative_tail triage""".split()
+)
+BREAK_EVEN_KEYS = set(
+    """applies alpha alpha_needed tokens_per_step step_cost draft_cost chain best_chain fit""".split()
+)
 SPEEDUP_KEYS = set("ratio low high level prompts".split())
-FINDINGS = set("""metrics-unavailable rate-above-one counter-reset foreign-traffic sources-disagree baseline-drafting not-drafting
+FINDINGS = set(
+    """metrics-unavailable rate-above-one counter-reset foreign-traffic sources-disagree baseline-drafting not-drafting
     cache-differs model-differs context-differs quantization-differs build-differs busy queueing undecodable-text usage-missing
-    few-prompts stalls interrupted conditions-differ waited lifetime-only same-server""".split())
+    few-prompts stalls interrupted conditions-differ waited lifetime-only same-server""".split()
+)
 DRAFTS = {"drafted": 400, "accepted": 99}
 
 
 def speeds(ratio, prompts=12, scatter=0.01, **drafts):
     """One repeat of each prompt, `ratio` times 20 tokens/s, scattered without chance."""
-    return [[answer(200, 200 / (20 * ratio * (1 + scatter * (i * 5 % 7 - 3) / 3)), **drafts)] for i in range(prompts)]
+    return [
+        [answer(200, 200 / (20 * ratio * (1 + scatter * (i * 5 % 7 - 3) / 3)), **drafts)]
+        for i in range(prompts)
+    ]
 
 
 def compared(ratio=1.5, workloads=None, label="night", flags=(), change=(), **conditions):
@@ -38,8 +55,11 @@ def compared(ratio=1.5, workloads=None, label="night", flags=(), change=(), **co
     answers = speeds(ratio, len(workloads or range(12)), **DRAFTS)
     for i in change:
         answers[i][0]["content"] = "another text"
-    return compare(("b.jsonl", saved_run("baseline", speeds(1.0, len(answers), 0), workloads, **conditions)),
-                   ("s.jsonl", saved_run("speculative", answers, workloads, **conditions)), flags=("--label", label, *flags))
+    return compare(
+        ("b.jsonl", saved_run("baseline", speeds(1.0, len(answers), 0), workloads, **conditions)),
+        ("s.jsonl", saved_run("speculative", answers, workloads, **conditions)),
+        flags=("--label", label, *flags),
+    )
 
 
 def report(notebook, *flags):
@@ -55,9 +75,13 @@ def tables(out):
             first = last = number
             while first and lines[first - 1].strip():
                 first -= 1
-            while last + 1 < len(lines) and lines[last + 1].strip() and not lines[last + 1].startswith("Ratio:"):
+            while (
+                last + 1 < len(lines)
+                and lines[last + 1].strip()
+                and not lines[last + 1].startswith("Ratio:")
+            ):
                 last += 1
-            found.append((lines[first:number], line, lines[number + 1:last + 1]))
+            found.append((lines[first:number], line, lines[number + 1 : last + 1]))
     return found
 
 
@@ -83,52 +107,73 @@ class Terminal(unittest.TestCase):
 
     def test_tables_fit_100_columns_with_figures_of_any_size(self):
         answers = [[answer(200_000, 0.01 + i / 1e3, **DRAFTS)] for i in range(3)]
-        outcome = compare(("b.jsonl", saved_run("baseline", [[answer(200_000, 7200.0 / (i + 1))] for i in range(3)])),
-                          ("s.jsonl", saved_run("speculative", answers)))
+        outcome = compare(
+            (
+                "b.jsonl",
+                saved_run("baseline", [[answer(200_000, 7200.0 / (i + 1))] for i in range(3)]),
+            ),
+            ("s.jsonl", saved_run("speculative", answers)),
+        )
         self.check_tables(outcome.out, 2)
 
     def test_tables_of_several_candidates_fit_100_columns(self):
         name = "EAGLE-3-head-of-the-third-training-run-temperature-0.%d"
-        files = [("%d.jsonl" % i, saved_run(name % i, speeds(1.1 + i / 10, **DRAFTS))) for i in range(3)]
-        self.check_tables(compare(("b.jsonl", saved_run("baseline", speeds(1.0, scatter=0))), *files).out, 5)
+        files = [
+            ("%d.jsonl" % i, saved_run(name % i, speeds(1.1 + i / 10, **DRAFTS))) for i in range(3)
+        ]
+        self.check_tables(
+            compare(("b.jsonl", saved_run("baseline", speeds(1.0, scatter=0))), *files).out, 5
+        )
 
     def test_tables_of_several_levels_of_load_fit_100_columns(self):
-        with FakeServer("llama.cpp", words=4) as plain, FakeServer("llama.cpp", words=4, speculation=Speculation()) as drafting:
+        with (
+            FakeServer("llama.cpp", words=4) as plain,
+            FakeServer("llama.cpp", words=4, speculation=Speculation()) as drafting,
+        ):
             outcome = measure(plain, drafting, "--concurrency", "1,2", prompts=["one", "two"])
         self.assertIn("Crossover", outcome.out)
         self.check_tables(outcome.out, 5)
 
     def test_figures_are_right_aligned_and_names_left(self):
         out = compared(workloads=["copy", "prose-of-all-kinds", "sql"] * 4).out
-        (_, rule, rows), = [table for table in tables(out) if "Ratio" in " ".join(table[0])]
+        ((_, rule, rows),) = [table for table in tables(out) if "Ratio" in " ".join(table[0])]
         starts = [match.start() for match in re.finditer("-+", rule)]
         ends = [match.end() for match in re.finditer("-+", rule)]
-        self.assertEqual([row.split()[0] for row in rows], ["copy", "prose-of-all-kinds", "sql", "all"])
+        self.assertEqual(
+            [row.split()[0] for row in rows], ["copy", "prose-of-all-kinds", "sql", "all"]
+        )
         for row in rows:
             row = row.ljust(len(rule))
             self.assertNotEqual(row[0], " ")
             for start, end in zip(starts[1:], ends[1:]):
                 self.assertNotEqual(row[end - 1], " ", row)
-                self.assertEqual(row[start - 2:start], "  ", row)
+                self.assertEqual(row[start - 2 : start], "  ", row)
 
     def test_a_line_of_a_table_is_never_broken_by_a_name(self):
         out = compared(workloads=["two\nlines"] * 6 + ["\x1b[31mred"] * 6).out
         self.assertNotIn("\x1b", out)
-        (_, _, rows), = [table for table in tables(out) if "Ratio" in " ".join(table[0])]
+        ((_, _, rows),) = [table for table in tables(out) if "Ratio" in " ".join(table[0])]
         self.assertEqual(len(rows), 3)
 
     def test_table_has_the_columns_of_the_workload_table_and_interval_and_verdict(self):
         heads, _, rows = tables(compared(workloads=["copy"] * 12).out)[1]
         for word in "Workload Baseline tokens/s draft Ratio interval Verdict Acceptance Completions identical".split():
             self.assertIn(word, " ".join(heads))
-        self.assertRegex(rows[0], r"^copy +\d+\.\d\d +\d+\.\d\d +1\.50 +1\.4\d to 1\.5\d +pays +0\.25 +12 of 12$")
+        self.assertRegex(
+            rows[0], r"^copy +\d+\.\d\d +\d+\.\d\d +1\.50 +1\.4\d to 1\.5\d +pays +0\.25 +12 of 12$"
+        )
 
     def test_the_sentence_to_quote_is_last(self):
-        self.assertRegex(compared(workloads=["copy"] * 12).out.splitlines()[-1],
-                         r"^PAYS on copy: 1\.50x \(1\.4\d to 1\.5\d\), 12 prompts x 1\.$")
+        self.assertRegex(
+            compared(workloads=["copy"] * 12).out.splitlines()[-1],
+            r"^PAYS on copy: 1\.50x \(1\.4\d to 1\.5\d\), 12 prompts x 1\.$",
+        )
 
     def test_the_sentence_to_quote_is_one_line_whatever_the_names(self):
-        self.assertRegex(compared(workloads=["two\nlines"] * 12).out.splitlines()[-1], r"^PAYS on two.*lines: 1\.50x")
+        self.assertRegex(
+            compared(workloads=["two\nlines"] * 12).out.splitlines()[-1],
+            r"^PAYS on two.*lines: 1\.50x",
+        )
 
     def test_quiet_prints_nothing(self):
         outcome = compared(flags=("--quiet",))
@@ -146,14 +191,19 @@ class Terminal(unittest.TestCase):
 
     def test_why_it_pays_is_said_in_both_currencies(self):
         out = compared().out
-        self.assertRegex(out, r"1\.99 tokens per target step, and a step costs 1\.\d\d target steps: it brings more than it "
-                              r"costs, so decoding gains")
+        self.assertRegex(
+            out,
+            r"1\.99 tokens per target step, and a step costs 1\.\d\d target steps: it brings more than it "
+            r"costs, so decoding gains",
+        )
         self.assertRegex(out, r"alpha 0\.\d\d; 0\.\d\d is needed at chain length 4")
 
 
 class ChangedText(unittest.TestCase):
     def test_warning_stands_in_the_line_with_the_speedup(self):
-        lines = [line for line in compared(change=[3, 7]).out.splitlines() if line.startswith("PAYS")]
+        lines = [
+            line for line in compared(change=[3, 7]).out.splitlines() if line.startswith("PAYS")
+        ]
         self.assertEqual(len(lines), 1)
         self.assertRegex(lines[0], r"1\.50x.*text changed in 2 of 12")
 
@@ -166,31 +216,55 @@ class ChangedText(unittest.TestCase):
         kinds = ["copy"] * 6 + ["open"] * 6
         answers = speeds(1.8, 6, **DRAFTS) + speeds(0.8, 6, **DRAFTS)
         answers[1][0]["content"] = "another text"
-        out = compare(("b.jsonl", saved_run("baseline", speeds(1.0, scatter=0), kinds)),
-                      ("s.jsonl", saved_run("speculative", answers, kinds))).out
-        self.assertRegex(out.splitlines()[-1], r"PAYS on copy: .*DOES NOT PAY on open: .*text changed in 1 of 12")
+        out = compare(
+            ("b.jsonl", saved_run("baseline", speeds(1.0, scatter=0), kinds)),
+            ("s.jsonl", saved_run("speculative", answers, kinds)),
+        ).out
+        self.assertRegex(
+            out.splitlines()[-1], r"PAYS on copy: .*DOES NOT PAY on open: .*text changed in 1 of 12"
+        )
 
     def test_what_is_cut_from_a_long_list_of_changes_is_counted(self):
         """30 pairs differ: 20 stand in the record and in the bug report, 5 on the screen."""
-        runs = (("b.jsonl", saved_run("baseline", speeds(1.0, 30))),
-                ("s.jsonl", saved_run("speculative", [[dict(each, content="another") for each in repeats]
-                                                      for repeats in speeds(1.5, 30, **DRAFTS)])))
+        runs = (
+            ("b.jsonl", saved_run("baseline", speeds(1.0, 30))),
+            (
+                "s.jsonl",
+                saved_run(
+                    "speculative",
+                    [
+                        [dict(each, content="another") for each in repeats]
+                        for repeats in speeds(1.5, 30, **DRAFTS)
+                    ],
+                ),
+            ),
+        )
         outcome = compare(*runs, flags=("--divergence-report", "d.md", "--fail-on", "changed-text"))
-        self.assertIn("... and 25 more pairs; the record and --divergence-report list up to 20.", outcome.out)
+        self.assertIn(
+            "... and 25 more pairs; the record and --divergence-report list up to 20.", outcome.out
+        )
         report = outcome.files["d.md"].decode()
         self.assertIn("30 of 30 pairs differ", report)
         self.assertIn("Listed are 20 of these pairs", report)
         self.assertEqual(20, report.count("Prompt index"))
 
     def test_the_alarm_counts_the_pairs_it_does_not_blame(self):
-        base, other = ([once + copy.deepcopy(once) for once in speeds(*words, **drafts)]
-                       for words, drafts in (((1.0, 4), {}), ((1.5, 4), DRAFTS)))
+        base, other = (
+            [once + copy.deepcopy(once) for once in speeds(*words, **drafts)]
+            for words, drafts in (((1.0, 4), {}), ((1.5, 4), DRAFTS))
+        )
         base[0][1]["content"] = "unstable"
         for i in (0, 1):
             other[i][0]["content"] = "another"
-        err = compare(("b.jsonl", saved_run("baseline", base)), ("s.jsonl", saved_run("speculative", other)),
-                      flags=("--fail-on", "changed-text")).err
-        self.assertRegex(err, r"1 of 8 completions differ on a baseline that does not disagree with itself \(2 more where it does\)")
+        err = compare(
+            ("b.jsonl", saved_run("baseline", base)),
+            ("s.jsonl", saved_run("speculative", other)),
+            flags=("--fail-on", "changed-text"),
+        ).err
+        self.assertRegex(
+            err,
+            r"1 of 8 completions differ on a baseline that does not disagree with itself \(2 more where it does\)",
+        )
 
     def test_unchanged_text_raises_no_warning(self):
         self.assertNotIn("text changed", compared().out)
@@ -221,17 +295,25 @@ class DidNotRun(unittest.TestCase):
     def test_a_single_kind_of_work_without_drafts_has_no_verdict(self):
         kinds = ["copy"] * 6 + ["open"] * 6
         answers = speeds(1.8, 6, **DRAFTS) + speeds(1.0, 6, drafted=0, accepted=0)
-        outcome = compare(("b.jsonl", saved_run("baseline", speeds(1.0, scatter=0), kinds)),
-                          ("s.jsonl", saved_run("speculative", answers, kinds)))
-        self.assertEqual([part["verdict"] for part in outcome.comparison()["workloads"]], ["pays", None])
+        outcome = compare(
+            ("b.jsonl", saved_run("baseline", speeds(1.0, scatter=0), kinds)),
+            ("s.jsonl", saved_run("speculative", answers, kinds)),
+        )
+        self.assertEqual(
+            [part["verdict"] for part in outcome.comparison()["workloads"]], ["pays", None]
+        )
         self.assertRegex(outcome.out.splitlines()[-1], "PAYS on copy: .*DID NOT RUN on open")
 
 
 class Records(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        with FakeServer("llama.cpp") as plain, FakeServer("llama.cpp", speculation=Speculation(), answers={"two": "x y z"}) \
-                as drafting:
+        with (
+            FakeServer("llama.cpp") as plain,
+            FakeServer(
+                "llama.cpp", speculation=Speculation(), answers={"two": "x y z"}
+            ) as drafting,
+        ):
             cls.rich = measure(plain, drafting, prompts=["one", "two"])
         with FakeServer("plain", usage=False) as a, FakeServer("plain", usage=False) as b:
             cls.bare = measure(a, b, prompts=["one"])
@@ -250,14 +332,29 @@ class Records(unittest.TestCase):
 
     def test_what_is_unknown_is_null_and_never_zero(self):
         record = self.bare.endpoint("speculative")
-        for key in ("output_tokens", "output_tokens_per_s", "decode_tokens_per_s", "first_error", "server_timings_sample",
-                    "spec_metrics_delta", "acceptance"):
+        for key in (
+            "output_tokens",
+            "output_tokens_per_s",
+            "decode_tokens_per_s",
+            "first_error",
+            "server_timings_sample",
+            "spec_metrics_delta",
+            "acceptance",
+        ):
             self.assertIsNone(record[key], key)
         self.assertIs(record["tokens_counted_by_server"], False)
         record = self.bare.comparison()
-        for key in ("baseline_tokens_per_s", "speculative_tokens_per_s", "speedup", "speedup_these_prompts", "decode_speedup"):
+        for key in (
+            "baseline_tokens_per_s",
+            "speculative_tokens_per_s",
+            "speedup",
+            "speedup_these_prompts",
+            "decode_speedup",
+        ):
             self.assertIsNone(record[key], key)
-        self.assertEqual((record["verdict"], record["break_even"]["applies"]), ("undecided", "no-acceptance"))
+        self.assertEqual(
+            (record["verdict"], record["break_even"]["applies"]), ("undecided", "no-acceptance")
+        )
 
     def test_shapes_are_those_documented(self):
         record = self.rich.endpoint("speculative")
@@ -267,15 +364,27 @@ class Records(unittest.TestCase):
         for name in ("latency_s", "ttft_s"):
             self.assertEqual(set(record[name]), {"p50", "mean", "max"})
         for part in record["workloads"]:
-            self.assertEqual(set(part), set("""workload prompts completed output_tokens output_tokens_per_s
-                decode_tokens_per_s latency_s ttft_s acceptance""".split()))
-        self.assertRegex(record["recorded_at"], r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?[+-]\d\d:\d\d$")
+            self.assertEqual(
+                set(part),
+                set(
+                    """workload prompts completed output_tokens output_tokens_per_s
+                decode_tokens_per_s latency_s ttft_s acceptance""".split()
+                ),
+            )
+        self.assertRegex(
+            record["recorded_at"], r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?[+-]\d\d:\d\d$"
+        )
         self.assertIs(type(record["warmup"]), int)
         self.assertIs(type(record["concurrency"]), int)
         record = self.rich.comparison()
         for part in record["workloads"]:
-            self.assertEqual(set(part), set("""workload prompts baseline_tokens_per_s speculative_tokens_per_s speedup verdict
-                acceptance text_comparison""".split()))
+            self.assertEqual(
+                set(part),
+                set(
+                    """workload prompts baseline_tokens_per_s speculative_tokens_per_s speedup verdict
+                acceptance text_comparison""".split()
+                ),
+            )
         for name in ("speedup", "speedup_these_prompts", "decode_speedup"):
             self.assertEqual(set(record[name]), SPEEDUP_KEYS, name)
             self.assertEqual(record[name]["level"], 0.95)
@@ -283,8 +392,14 @@ class Records(unittest.TestCase):
         self.assertEqual(DIVERGENCE_KEYS - set(found), set())
 
     def test_labels_name_the_arm(self):
-        self.assertEqual([record["label"] for record in self.rich.records],
-                         ["speculative-run/baseline", "speculative-run/speculative", "speculative-run/comparison"])
+        self.assertEqual(
+            [record["label"] for record in self.rich.records],
+            [
+                "speculative-run/baseline",
+                "speculative-run/speculative",
+                "speculative-run/comparison",
+            ],
+        )
 
     def test_audit_holds_known_findings_with_a_sentence(self):
         for record in self.rich.records + self.bare.records + compared(workloads=["a"]).records:
@@ -301,7 +416,9 @@ class Records(unittest.TestCase):
             self.assertNotIn("word", json.dumps(dict(record, workloads=[])).replace("keyword", ""))
 
     def test_records_are_strict_json_in_ascii(self):
-        for line in self.rich.files["labbook.md"].splitlines() + self.bare.files["labbook.md"].splitlines():
+        for line in (
+            self.rich.files["labbook.md"].splitlines() + self.bare.files["labbook.md"].splitlines()
+        ):
             json.loads(line.decode("ascii"), parse_constant=self.fail)
 
 
@@ -310,16 +427,45 @@ class Notebook(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls):
-        runs = [compared(ratio, ["copy"] * 6 + ["open"] * 6, label, engine_version=version,
-                         recorded_at="2026-03-%02dT08:00:00+01:00" % day).files["labbook.md"]
-                for day, (label, ratio, version) in enumerate((("night", 1.5, "b1"), ("day", 0.8, "b1"), ("night", 1.2, "b2"),
-                                                               ("night", 1.6, "b2")), 1)]
+        runs = [
+            compared(
+                ratio,
+                ["copy"] * 6 + ["open"] * 6,
+                label,
+                engine_version=version,
+                recorded_at="2026-03-%02dT08:00:00+01:00" % day,
+            ).files["labbook.md"]
+            for day, (label, ratio, version) in enumerate(
+                (
+                    ("night", 1.5, "b1"),
+                    ("day", 0.8, "b1"),
+                    ("night", 1.2, "b2"),
+                    ("night", 1.6, "b2"),
+                ),
+                1,
+            )
+        ]
         prose = "# Our machine, f\u00fcr alle\n\n- {not JSON} but a list\n\nHere is what we measured:\n\n".encode()
         old = b'{"lab": "part-17/measure-speculative", "label": "old/baseline", "recorded_at": "2025-01-01T00:00:00"}\n'
-        other = b'{"lab": "part-3/other", "schema": 2, "kind": "comparison", "label": "x/comparison"}\n'
+        other = (
+            b'{"lab": "part-3/other", "schema": 2, "kind": "comparison", "label": "x/comparison"}\n'
+        )
         torn = runs[3].splitlines(keepends=True)[2][:200] + b"\n"
-        cls.damaged_at = len((prose + runs[0] + b"Then it rained.\n" + old + other).splitlines()) + 1
-        cls.book = prose + runs[0] + b"Then it rained.\n" + old + other + torn + runs[1] + b"\xff\xfe bytes\n" + runs[2] + runs[3]
+        cls.damaged_at = (
+            len((prose + runs[0] + b"Then it rained.\n" + old + other).splitlines()) + 1
+        )
+        cls.book = (
+            prose
+            + runs[0]
+            + b"Then it rained.\n"
+            + old
+            + other
+            + torn
+            + runs[1]
+            + b"\xff\xfe bytes\n"
+            + runs[2]
+            + runs[3]
+        )
         cls.all = report(cls.book)
 
     def test_each_label_has_its_chapter_with_the_latest_table(self):
@@ -327,9 +473,14 @@ class Notebook(unittest.TestCase):
         chapters = re.findall(r"^## (.*)$", self.all.out, re.M)
         self.assertEqual([name.split("/")[0] for name in chapters], ["night", "day"])
         night = self.all.out.split("## day")[0]
-        self.assertRegex(night, r"(?m)^\| Workload \| Baseline tokens/s \| With draft tokens/s \| Ratio \|.*Acceptance \| "
-                                r"Completions identical \|$")
-        self.assertRegex(night, r"(?m)^\| copy \| \d+\.\d\d \| \d+\.\d\d \| 1\.\d\d \|.*\| 6 of 6 \|$")
+        self.assertRegex(
+            night,
+            r"(?m)^\| Workload \| Baseline tokens/s \| With draft tokens/s \| Ratio \|.*Acceptance \| "
+            r"Completions identical \|$",
+        )
+        self.assertRegex(
+            night, r"(?m)^\| copy \| \d+\.\d\d \| \d+\.\d\d \| 1\.\d\d \|.*\| 6 of 6 \|$"
+        )
         self.assertRegex(night, r"(?m)^\| all \| .*\| 1\.60 \|")
         self.assertRegex(night, r"(?m)^PAYS .*1\.60x")
         self.assertRegex(self.all.out.split("## day")[1], r"(?m)^DOES NOT PAY .*0\.80x")
@@ -342,7 +493,10 @@ class Notebook(unittest.TestCase):
     def test_history_has_one_line_for_each_run_of_the_label_in_order(self):
         night, day = self.all.out.split("## day")
         rows = re.findall(r"(?m)^\| (2026-03-\d\d)\S* \| *([v^=?]?) *\| (\d\.\d\d) \|", night)
-        self.assertEqual(rows, [("2026-03-01", "", "1.50"), ("2026-03-03", "v", "1.20"), ("2026-03-04", "^", "1.60")])
+        self.assertEqual(
+            rows,
+            [("2026-03-01", "", "1.50"), ("2026-03-03", "v", "1.20"), ("2026-03-04", "^", "1.60")],
+        )
         self.assertEqual(len(re.findall(r"(?m)^\| 2026-03-", day)), 1)
 
     def test_history_says_what_else_changed(self):
@@ -359,12 +513,16 @@ class Notebook(unittest.TestCase):
     def test_markdown_is_ascii_and_tables_are_whole(self):
         self.assertTrue(self.all.out.isascii())
         for block in re.findall(r"(?m)(?:^\|.*\n)+", self.all.out):
-            self.assertEqual(len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}), 1, block)
+            self.assertEqual(
+                len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}), 1, block
+            )
 
     def test_csv_has_a_row_for_each_comparison(self):
         outcome = report(self.book, "--format", "csv")
         rows = list(csv.DictReader(io.StringIO(outcome.out)))
-        self.assertEqual([row["label"].split("/")[0] for row in rows], ["night", "day", "night", "night"])
+        self.assertEqual(
+            [row["label"].split("/")[0] for row in rows], ["night", "day", "night", "night"]
+        )
         for row, right in zip(rows, (1.5, 0.8, 1.2, 1.6)):
             self.assertAlmostEqual(float(row["ratio"]), right, delta=0.01)
             self.assertLess(float(row["low"]), float(row["high"]))
@@ -374,7 +532,11 @@ class Notebook(unittest.TestCase):
     def test_json_gives_the_records_as_they_are(self):
         outcome = report(self.book, "--format", "json")
         told = [json.loads(line) for line in outcome.out.splitlines()]
-        right = [line for line in self.book.splitlines() if line.startswith(b'{"lab": "part-17') and b'"schema": 2' in line]
+        right = [
+            line
+            for line in self.book.splitlines()
+            if line.startswith(b'{"lab": "part-17') and b'"schema": 2' in line
+        ]
         right = [json.loads(line) for line in right if line.endswith(b"}")]
         self.assertEqual(told, right)
         self.assertEqual(len(told), 12)

@@ -24,30 +24,46 @@ CHAT = "/v1/chat/completions"
 
 def forms_of(key):
     """The key, and how JSON, URLs and HTML may write it."""
-    return {key, json.dumps(key)[1:-1], key.replace("/", "\\/"), json.dumps(key)[1:-1].replace("/", "\\/"), ascii(key)[1:-1],
-            urllib.parse.quote(key), urllib.parse.quote(key, safe=""), html.escape(key), html.escape(key, quote=False)}
+    return {
+        key,
+        json.dumps(key)[1:-1],
+        key.replace("/", "\\/"),
+        json.dumps(key)[1:-1].replace("/", "\\/"),
+        ascii(key)[1:-1],
+        urllib.parse.quote(key),
+        urllib.parse.quote(key, safe=""),
+        html.escape(key),
+        html.escape(key, quote=False),
+    }
 
 
 class Secrets(unittest.TestCase):
-
     def check_hidden(self, outcome, secret=KEY):
-        places = dict(outcome.files, **{"standard output": outcome.out.encode(), "standard error": outcome.err.encode()})
+        places = dict(
+            outcome.files,
+            **{"standard output": outcome.out.encode(), "standard error": outcome.err.encode()},
+        )
         for place, data in places.items():
             for form in forms_of(secret):
                 self.assertNotIn(form.encode(), data, place)
             self.assertNotIn(b"Traceback", data)
 
     def run_with_key(self, base, drafting=None, *flags, prompts=("a", "b"), **options):
-        outcome = measure(base, drafting, *FLAGS, *flags, env=SECRET, prompts=list(prompts), **options)
+        outcome = measure(
+            base, drafting, *FLAGS, *flags, env=SECRET, prompts=list(prompts), **options
+        )
         self.check_hidden(outcome)
         return outcome
 
 
 class KeyStaysInside(Secrets):
-
     def test_the_key_is_sent_to_its_server_and_shown_nowhere(self):
         for engine in ("vllm", "llama.cpp", "plain"):
-            with self.subTest(engine), FakeServer(engine, api_key=KEY, words=4) as base, FakeServer(engine, api_key=KEY, words=4) as drafting:
+            with (
+                self.subTest(engine),
+                FakeServer(engine, api_key=KEY, words=4) as base,
+                FakeServer(engine, api_key=KEY, words=4) as drafting,
+            ):
                 outcome = self.run_with_key(base, drafting)
                 self.assertEqual(0, outcome.code, outcome.err)
                 for request in base.chats + drafting.chats:
@@ -63,17 +79,34 @@ class KeyStaysInside(Secrets):
 
     def test_another_variable_can_hold_the_key(self):
         with FakeServer("vllm", api_key=KEY, words=3) as server:
-            outcome = measure(server, None, "--api-key-env", "OTHER", env={"OTHER": KEY, "SPEC_API_KEY": "wrong"}, prompts=["a"])
+            outcome = measure(
+                server,
+                None,
+                "--api-key-env",
+                "OTHER",
+                env={"OTHER": KEY, "SPEC_API_KEY": "wrong"},
+                prompts=["a"],
+            )
             self.assertEqual(0, outcome.code, outcome.err)
-            self.assertEqual({"Bearer " + KEY}, {r["headers"].get("authorization") for r in server.chats})
+            self.assertEqual(
+                {"Bearer " + KEY}, {r["headers"].get("authorization") for r in server.chats}
+            )
         self.check_hidden(outcome)
 
     def test_blanks_around_the_key_are_no_part_of_it(self):
         with FakeServer("vllm", api_key=KEY, words=3) as server:
-            self.assertEqual(0, measure(server, None, env={"SPEC_API_KEY": f" {KEY}\n"}, prompts=["a"]).code)
+            self.assertEqual(
+                0, measure(server, None, env={"SPEC_API_KEY": f" {KEY}\n"}, prompts=["a"]).code
+            )
 
     def test_a_key_that_no_header_can_carry_is_refused_unseen(self):
-        for bad in ("sk-Zq9\nX-Evil: 1", "sk-Zq9 Xw7", "sk-Zq9\u00e9Xw7", "sk-Zq9\tXw7", "sk-Zq9\x7fXw7"):
+        for bad in (
+            "sk-Zq9\nX-Evil: 1",
+            "sk-Zq9 Xw7",
+            "sk-Zq9\u00e9Xw7",
+            "sk-Zq9\tXw7",
+            "sk-Zq9\x7fXw7",
+        ):
             with self.subTest(repr(bad)), FakeServer("plain", words=3) as server:
                 outcome = measure(server, None, env={"SPEC_API_KEY": bad}, prompts=["a"])
                 self.assertEqual((2, []), (outcome.code, server.requests))
@@ -96,14 +129,49 @@ class KeyStaysInside(Secrets):
     def test_a_placeholder_key_changes_nothing_that_is_measured(self):
         def figures(outcome):
             record = outcome.endpoint("speculative")
-            texts = [json.loads(line)["content"] for line in outcome.files["run.jsonl"].splitlines() if b'"reading"' in line]
-            return (outcome.code, record["output_tokens"], record["acceptance"], record["spec_metrics_delta"], record["model"],
-                    record["engine_version"], texts)
+            texts = [
+                json.loads(line)["content"]
+                for line in outcome.files["run.jsonl"].splitlines()
+                if b'"reading"' in line
+            ]
+            return (
+                outcome.code,
+                record["output_tokens"],
+                record["acceptance"],
+                record["spec_metrics_delta"],
+                record["model"],
+                record["engine_version"],
+                texts,
+            )
 
         found = {}
-        for key in ("", "EMPTY", "token", "1", "e", "local", "content", "_total", "choices", "null", "none"):
-            with FakeServer("vllm", words=6) as base, FakeServer("vllm", words=6, speculation=Speculation(2, (2, 1, 0))) as drafting:
-                found[key] = figures(measure(base, drafting, "--save-run", "run.jsonl", env={"SPEC_API_KEY": key}, prompts=["a", "b"]))
+        for key in (
+            "",
+            "EMPTY",
+            "token",
+            "1",
+            "e",
+            "local",
+            "content",
+            "_total",
+            "choices",
+            "null",
+            "none",
+        ):
+            with (
+                FakeServer("vllm", words=6) as base,
+                FakeServer("vllm", words=6, speculation=Speculation(2, (2, 1, 0))) as drafting,
+            ):
+                found[key] = figures(
+                    measure(
+                        base,
+                        drafting,
+                        "--save-run",
+                        "run.jsonl",
+                        env={"SPEC_API_KEY": key},
+                        prompts=["a", "b"],
+                    )
+                )
         for key, figures_ in found.items():
             with self.subTest(key):
                 self.assertEqual(found[""], figures_)
@@ -126,7 +194,12 @@ class EchoedKeys(Secrets):
 
     def test_errors_of_side_pages(self):
         for page in ("/v1/models", "/metrics", "/props", "/version"):
-            with self.subTest(page), FakeServer("llama.cpp", page_faults={page: ["echo-key-error"]}, repeat_fault=True, words=3) as server:
+            with (
+                self.subTest(page),
+                FakeServer(
+                    "llama.cpp", page_faults={page: ["echo-key-error"]}, repeat_fault=True, words=3
+                ) as server,
+            ):
                 self.assertEqual(0, self.run_with_key(server, None, "--model", "m").code)
 
     def test_errors_in_any_spelling_and_shape(self):
@@ -135,7 +208,9 @@ class EchoedKeys(Secrets):
             "plain": ("bad key " + KEY).encode(),
             "html": ("<p>bad key " + html.escape(KEY)).encode(),
             "escaped": ('{"error": "bad key %s"}' % spelled[1:-1].replace("/", "\\/")).encode(),
-            "unicode": ('{"error": {"message": "bad key %s"}}' % "".join("\\u%04x" % ord(c) for c in KEY)).encode(),
+            "unicode": (
+                '{"error": {"message": "bad key %s"}}' % "".join("\\u%04x" % ord(c) for c in KEY)
+            ).encode(),
             "detail": json.dumps({"detail": [{"loc": ["header"], "input": KEY}]}).encode(),
             "url": ("see /login?key=%s" % urllib.parse.quote(KEY)).encode(),
             "url, all of it": ("see /login?key=%s" % urllib.parse.quote(KEY, safe="")).encode(),
@@ -143,20 +218,32 @@ class EchoedKeys(Secrets):
         }
         for status in (400, 401, 503):
             for name, body in bodies.items():
-                pages = {"/v1/models": (status, "text/plain", body), "/metrics": (status, "text/plain", body)}
+                pages = {
+                    "/v1/models": (status, "text/plain", body),
+                    "/metrics": (status, "text/plain", body),
+                }
                 for path in pages:
-                    with self.subTest(name, status=status, path=path), FakeServer("vllm", pages={path: pages[path]}, words=3) as server:
+                    with (
+                        self.subTest(name, status=status, path=path),
+                        FakeServer("vllm", pages={path: pages[path]}, words=3) as server,
+                    ):
                         with mock.patch.object(ms.time, "sleep"):
                             self.run_with_key(server, None, "--model", "fake-model", prompts=["a"])
 
     def test_a_redirect_that_carries_the_key(self):
         for quoted in (KEY, urllib.parse.quote(KEY), urllib.parse.quote(KEY, safe="")):
-            with self.subTest(quoted), FakeServer("plain", faults=["redirect"], repeat_fault=True) as server:
+            with (
+                self.subTest(quoted),
+                FakeServer("plain", faults=["redirect"], repeat_fault=True) as server,
+            ):
                 server.redirect_to = server.root + "/login?key=" + quoted
                 self.assertIn("redirect", self.run_with_key(server).err)
 
     def test_an_error_object_in_a_stream(self):
-        events = [{"choices": [{"index": 0, "delta": {"content": "x"}}]}, {"error": {"message": "no such key: " + KEY}}]
+        events = [
+            {"choices": [{"index": 0, "delta": {"content": "x"}}]},
+            {"error": {"message": "no such key: " + KEY}},
+        ]
         outcome = self.replay(events)
         self.assertEqual(1, outcome.code)
         self.assertIn("no such key", outcome.err)
@@ -164,53 +251,116 @@ class EchoedKeys(Secrets):
     def replay(self, events, *flags):
         """Measure a server that answers every request with this stream, or with this single JSON object."""
         plain = isinstance(events, dict)
-        data = json.dumps(events).encode() if plain else b"".join(
-            b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n" for event in events)
+        data = (
+            json.dumps(events).encode()
+            if plain
+            else b"".join(
+                b"data: "
+                + (event if isinstance(event, bytes) else json.dumps(event).encode())
+                + b"\n\n"
+                for event in events
+            )
+        )
         kind = b"application/json" if plain else b"text/event-stream"
         with tempfile.TemporaryDirectory() as folder:
-            (pathlib.Path(folder) / "x.http").write_bytes(b"HTTP/1.1 200 OK\r\nContent-Type: " + kind + b"\r\nConnection: close\r\n\r\n" + data)
-            with ReplayServer([{"method": "POST", "path": CHAT, "file": "x.http"}], folder) as server:
+            (pathlib.Path(folder) / "x.http").write_bytes(
+                b"HTTP/1.1 200 OK\r\nContent-Type: "
+                + kind
+                + b"\r\nConnection: close\r\n\r\n"
+                + data
+            )
+            with ReplayServer(
+                [{"method": "POST", "path": CHAT, "file": "x.http"}], folder
+            ) as server:
                 return self.run_with_key(server, None, "--model", "m", *flags)
 
     def test_the_text_of_an_answer_even_over_two_deltas(self):
         for cut in (0, 1, 9, len(KEY) - 1):
             with self.subTest(cut):
                 parts = ["your key is " + KEY[:cut], KEY[cut:] + " bye"]
-                events = [{"choices": [{"index": 0, "delta": {name: part}}]} for name in ("reasoning", "content") for part in parts]
-                events += [{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
-                           {"choices": [], "usage": {"completion_tokens": 5}}, b"[DONE]"]
+                events = [
+                    {"choices": [{"index": 0, "delta": {name: part}}]}
+                    for name in ("reasoning", "content")
+                    for part in parts
+                ]
+                events += [
+                    {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+                    {"choices": [], "usage": {"completion_tokens": 5}},
+                    b"[DONE]",
+                ]
                 outcome = self.replay(events)
                 self.assertEqual((0, 10), (outcome.code, outcome.endpoint()["output_tokens"]))
                 self.assertIn(b"your key is [key] bye", outcome.files["run.jsonl"])
 
     def test_every_other_field_of_an_answer(self):
         choice = {"index": 0, "message": {"content": "x"}, "finish_reason": KEY}
-        self.replay({"choices": [choice], "usage": {"completion_tokens": 1, "completion_tokens_details": {"a": KEY}},
-                     "timings": {KEY: 1, "predicted_ms": KEY}, "stats": [KEY], "system_fingerprint": KEY, "model": KEY})
+        self.replay(
+            {
+                "choices": [choice],
+                "usage": {"completion_tokens": 1, "completion_tokens_details": {"a": KEY}},
+                "timings": {KEY: 1, "predicted_ms": KEY},
+                "stats": [KEY],
+                "system_fingerprint": KEY,
+                "model": KEY,
+            }
+        )
         spelled = ("".join("\\u%04x" % ord(c) for c in KEY)).encode()
-        self.replay([b'{"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "' + spelled + b'"}], "stats": {"a": "'
-                     + spelled + b'"}, "system_fingerprint": "' + spelled + b'", "usage": {"completion_tokens": 1}}', b"[DONE]"])
+        self.replay(
+            [
+                b'{"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "'
+                + spelled
+                + b'"}], "stats": {"a": "'
+                + spelled
+                + b'"}, "system_fingerprint": "'
+                + spelled
+                + b'", "usage": {"completion_tokens": 1}}',
+                b"[DONE]",
+            ]
+        )
 
     def test_texts_that_differ_and_their_triage(self):
-        for base_text, other in (("one two " + KEY + " end", "one three " + KEY + " end"), (KEY + " a", "b a"), ("a", KEY)):
-            with self.subTest(base_text), FakeServer("vllm", answers=lambda p, n, text=base_text: text) as base, \
-                    FakeServer("vllm", answers=lambda p, n, text=other: text, gaps={0: (KEY, 0.1), 1: (" " + KEY, 0.1)}) as drafting:
+        for base_text, other in (
+            ("one two " + KEY + " end", "one three " + KEY + " end"),
+            (KEY + " a", "b a"),
+            ("a", KEY),
+        ):
+            with (
+                self.subTest(base_text),
+                FakeServer("vllm", answers=lambda p, n, text=base_text: text) as base,
+                FakeServer(
+                    "vllm",
+                    answers=lambda p, n, text=other: text,
+                    gaps={0: (KEY, 0.1), 1: (" " + KEY, 0.1)},
+                ) as drafting,
+            ):
                 base.gaps = drafting.gaps
                 outcome = self.run_with_key(base, drafting)
                 self.assertEqual(2, outcome.comparison()["text_comparison"]["divergent"])
-                self.assertEqual(["logprobs"], sorted({"logprobs"} & {k for c in base.chats for k in c["body"]}), "triage asked")
+                self.assertEqual(
+                    ["logprobs"],
+                    sorted({"logprobs"} & {k for c in base.chats for k in c["body"]}),
+                    "triage asked",
+                )
 
     def test_names_and_versions_and_metrics(self):
         spelled = "".join("\\u%04x" % ord(c) for c in KEY)
-        models = ('{"data": [{"id": "%s", "owned_by": "vllm"}, {"id": "two"}]}' % spelled, json.dumps({"data": [{"id": KEY, "owned_by": KEY}]}))
+        models = (
+            '{"data": [{"id": "%s", "owned_by": "vllm"}, {"id": "two"}]}' % spelled,
+            json.dumps({"data": [{"id": KEY, "owned_by": KEY}]}),
+        )
         for page in models:
             for flags in ((), ("--model", "one")):
                 with FakeServer("plain", pages={"/v1/models": page}, words=3) as server:
                     self.run_with_key(server, None, *flags)
         label = KEY.replace("\\", "\\\\").replace('"', '\\"')
-        metrics = '# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total{model_name="%s"} 3\n' % label
+        metrics = (
+            '# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total{model_name="%s"} 3\n'
+            % label
+        )
         for version in (json.dumps({"version": KEY}), '{"version": "%s"}' % spelled):
-            with FakeServer("vllm", pages={"/version": version, "/metrics": metrics}, words=3) as server:
+            with FakeServer(
+                "vllm", pages={"/version": version, "/metrics": metrics}, words=3
+            ) as server:
                 self.assertEqual(0, self.run_with_key(server).code)
 
     def test_a_server_that_answers_with_the_request_itself(self):
@@ -237,10 +387,13 @@ class EchoedKeys(Secrets):
 
 
 class OtherHosts(Secrets):
-
     def test_the_key_and_the_request_stay_at_home_when_a_server_redirects(self):
         for where in ("chat", "/v1/models", "/metrics", "/version"):
-            with self.subTest(where), FakeServer("vllm", api_key=KEY, words=3) as server, FakeServer("vllm", words=3) as other:
+            with (
+                self.subTest(where),
+                FakeServer("vllm", api_key=KEY, words=3) as server,
+                FakeServer("vllm", words=3) as other,
+            ):
                 server.redirect_to = other.root + "/v1/chat/completions?from=here"
                 if where == "chat":
                     server.faults, server.repeat_fault = ["redirect"], True
@@ -250,9 +403,14 @@ class OtherHosts(Secrets):
                 self.assertEqual([], other.requests)
 
     def test_a_metrics_page_elsewhere_never_gets_the_key(self):
-        with FakeServer("vllm", api_key=KEY, words=3) as server, FakeServer("vllm", words=3) as other, \
-                mock.patch.object(ms, "SETTLE_LIMIT_S", 0.05):
-            outcome = self.run_with_key(server, None, "--baseline-metrics-url", other.root + "/metrics")
+        with (
+            FakeServer("vllm", api_key=KEY, words=3) as server,
+            FakeServer("vllm", words=3) as other,
+            mock.patch.object(ms, "SETTLE_LIMIT_S", 0.05),
+        ):
+            outcome = self.run_with_key(
+                server, None, "--baseline-metrics-url", other.root + "/metrics"
+            )
             self.assertEqual(0, outcome.code, outcome.err)
             self.assertTrue(other.requests)
             self.assertFalse([r for r in other.requests if "authorization" in r["headers"]])
@@ -267,25 +425,47 @@ class OtherHosts(Secrets):
 
     def test_a_metrics_page_of_the_same_server_gets_the_key(self):
         with FakeServer("lmdeploy", api_key=KEY, words=3) as server:
-            outcome = self.run_with_key(server, None, "--baseline-metrics-url", server.root + "/metrics?x=1")
-            self.assertNotIn("metrics-unavailable", [entry["finding"] for entry in outcome.endpoint()["audit"]])
+            outcome = self.run_with_key(
+                server, None, "--baseline-metrics-url", server.root + "/metrics?x=1"
+            )
+            self.assertNotIn(
+                "metrics-unavailable", [entry["finding"] for entry in outcome.endpoint()["audit"]]
+            )
 
     def test_the_key_in_the_query_of_a_metrics_url_is_not_recorded(self):
         with FakeServer("vllm", words=3) as server:
             for page in ("/metrics", "/nowhere"):
-                self.run_with_key(server, None, "--baseline-metrics-url", server.root + page + "?key=" + urllib.parse.quote(KEY, safe=""))
+                self.run_with_key(
+                    server,
+                    None,
+                    "--baseline-metrics-url",
+                    server.root + page + "?key=" + urllib.parse.quote(KEY, safe=""),
+                )
 
 
 class Credentials(Secrets):
     """URLs with credentials are refused and not shown, before any request."""
 
-    URLS = ["http://user:hun7er2@127.0.0.1:{}/v1", "http://hun7er2@127.0.0.1:{}", "https://user:hun7er2@127.0.0.1:{}/v1",
-            "http://user:hun7er2@[::1]:{}/v1", "user:hun7er2@127.0.0.1:{}", "//user:hun7er2@127.0.0.1:{}",
-            "http:user:hun7er2@127.0.0.1:{}", "ftp://user:hun7er2@127.0.0.1", "http://user:hun7er2@127.0.0.1:port/v1",
-            "http://user:hun7er2@[127.0.0.1:{}/v1", "http://us%20er:hun7er2@x@127.0.0.1:{}/v1",
-            "http://user:12/hun7er2@127.0.0.1:{}/v1", "http://user:hun7er2/x@127.0.0.1:{}/v1", "http://user:hun7er2#x@127.0.0.1:{}/v1",
-            "http://user:hun7er2 @127.0.0.1:{}/v1", "http://user:hun7er2?x@127.0.0.1:{}/v1", "http://127.0.0.1:{}/v1?key=hun7er2",
-            "http://127.0.0.1:{}/v1#hun7er2"]
+    URLS = [
+        "http://user:hun7er2@127.0.0.1:{}/v1",
+        "http://hun7er2@127.0.0.1:{}",
+        "https://user:hun7er2@127.0.0.1:{}/v1",
+        "http://user:hun7er2@[::1]:{}/v1",
+        "user:hun7er2@127.0.0.1:{}",
+        "//user:hun7er2@127.0.0.1:{}",
+        "http:user:hun7er2@127.0.0.1:{}",
+        "ftp://user:hun7er2@127.0.0.1",
+        "http://user:hun7er2@127.0.0.1:port/v1",
+        "http://user:hun7er2@[127.0.0.1:{}/v1",
+        "http://us%20er:hun7er2@x@127.0.0.1:{}/v1",
+        "http://user:12/hun7er2@127.0.0.1:{}/v1",
+        "http://user:hun7er2/x@127.0.0.1:{}/v1",
+        "http://user:hun7er2#x@127.0.0.1:{}/v1",
+        "http://user:hun7er2 @127.0.0.1:{}/v1",
+        "http://user:hun7er2?x@127.0.0.1:{}/v1",
+        "http://127.0.0.1:{}/v1?key=hun7er2",
+        "http://127.0.0.1:{}/v1#hun7er2",
+    ]
 
     def check_refused(self, server, *flags):
         del server.requests[:]
@@ -299,18 +479,30 @@ class Credentials(Secrets):
     def test_base_urls_with_credentials_are_refused_unseen(self):
         with FakeServer("plain") as server:
             for url in self.URLS:
-                for flags in (("--baseline-url",), ("--speculative-url",), ("--speculative-url", "k4=")):
+                for flags in (
+                    ("--baseline-url",),
+                    ("--speculative-url",),
+                    ("--speculative-url", "k4="),
+                ):
                     with self.subTest(url, flags=flags):
-                        self.check_refused(server, flags[0], "".join(flags[1:]) + url.format(server.port))
+                        self.check_refused(
+                            server, flags[0], "".join(flags[1:]) + url.format(server.port)
+                        )
 
     def test_metrics_urls_with_credentials_are_refused_unseen(self):
         with FakeServer("plain") as server:
             for url in self.URLS:
-                if "?key" in url:    # a metrics page may need a query
+                if "?key" in url:  # a metrics page may need a query
                     continue
                 for arm in ("baseline", "speculative"):
                     with self.subTest(url, arm=arm):
-                        self.check_refused(server, f"--{arm}-url", server.url, f"--{arm}-metrics-url", url.format(server.port))
+                        self.check_refused(
+                            server,
+                            f"--{arm}-url",
+                            server.url,
+                            f"--{arm}-metrics-url",
+                            url.format(server.port),
+                        )
 
     def test_the_refusal_says_where_a_key_belongs(self):
         with FakeServer("plain") as server:
@@ -320,7 +512,6 @@ class Credentials(Secrets):
 
 
 class Environment(unittest.TestCase):
-
     def test_only_the_named_variable_is_read_as_a_key(self):
         with FakeServer("plain", words=3) as server:
             env = {"OPENAI_API_KEY": KEY, "API_KEY": KEY, "SPEC_API_KEY": ""}
@@ -330,8 +521,12 @@ class Environment(unittest.TestCase):
     def test_no_netrc_file_is_read(self):
         with tempfile.TemporaryDirectory() as home, FakeServer("plain", words=3) as server:
             path = os.path.join(home, ".netrc")
-            pathlib.Path(path).write_text("machine 127.0.0.1 login user password hun7er2\n", "utf-8")
-            measure(server, None, env={"HOME": home, "NETRC": path, "SPEC_API_KEY": ""}, prompts=["a"])
+            pathlib.Path(path).write_text(
+                "machine 127.0.0.1 login user password hun7er2\n", "utf-8"
+            )
+            measure(
+                server, None, env={"HOME": home, "NETRC": path, "SPEC_API_KEY": ""}, prompts=["a"]
+            )
             self.assertFalse([r for r in server.requests if "authorization" in r["headers"]])
 
 

@@ -7,11 +7,42 @@ import unittest
 import measure_speculative as ms
 
 # Student's t, two-sided, from published tables (six digits and more).
-T_95 = {1: 12.706204736, 2: 4.302652730, 3: 3.182446305, 4: 2.776445105, 5: 2.570581836, 6: 2.446911851, 7: 2.364624252,
-        8: 2.306004135, 9: 2.262157163, 10: 2.228138852, 11: 2.200985160, 12: 2.178812830, 20: 2.085963447,
-        23: 2.068657610, 30: 2.042272456, 47: 2.011740514, 60: 2.000297822, 120: 1.979930405}
-T_99 = {1: 63.656741163, 2: 9.924843201, 5: 4.032142984, 11: 3.105806516, 30: 2.749995654, 120: 2.617421145}
-T_90 = {1: 6.313751515, 2: 2.919985580, 5: 2.015048373, 11: 1.795884819, 30: 1.697260887, 120: 1.657650899}
+T_95 = {
+    1: 12.706204736,
+    2: 4.302652730,
+    3: 3.182446305,
+    4: 2.776445105,
+    5: 2.570581836,
+    6: 2.446911851,
+    7: 2.364624252,
+    8: 2.306004135,
+    9: 2.262157163,
+    10: 2.228138852,
+    11: 2.200985160,
+    12: 2.178812830,
+    20: 2.085963447,
+    23: 2.068657610,
+    30: 2.042272456,
+    47: 2.011740514,
+    60: 2.000297822,
+    120: 1.979930405,
+}
+T_99 = {
+    1: 63.656741163,
+    2: 9.924843201,
+    5: 4.032142984,
+    11: 3.105806516,
+    30: 2.749995654,
+    120: 2.617421145,
+}
+T_90 = {
+    1: 6.313751515,
+    2: 2.919985580,
+    5: 2.015048373,
+    11: 1.795884819,
+    30: 1.697260887,
+    120: 1.657650899,
+}
 
 PROMPTS, REPEATS, WORLDS = 12, 3, 2000
 MEAN, SPREAD, NOISE, DRIFT = 0.30, 0.20, 0.03, 0.08
@@ -19,8 +50,13 @@ MEAN, SPREAD, NOISE, DRIFT = 0.30, 0.20, 0.03, 0.08
 
 def places(order):
     """{(prompt, repeat): (when the baseline is asked, when the candidate is)} in a plan, 0 to 1."""
-    shots = [shot for block in ms.make_plan(["x"] * PROMPTS, REPEATS, 2, order) for shot in block.shots]
-    at = {(shot.prompt, shot.repeat, shot.arm): number / (len(shots) - 1) for number, shot in enumerate(shots)}
+    shots = [
+        shot for block in ms.make_plan(["x"] * PROMPTS, REPEATS, 2, order) for shot in block.shots
+    ]
+    at = {
+        (shot.prompt, shot.repeat, shot.arm): number / (len(shots) - 1)
+        for number, shot in enumerate(shots)
+    }
     return {(i, j): (at[i, j, 0], at[i, j, 1]) for i in range(PROMPTS) for j in range(REPEATS)}
 
 
@@ -32,15 +68,19 @@ def world(chance, when, spread, stalls):
         return chance.gauss(0, NOISE) - DRIFT * at - stall
 
     effects = [chance.gauss(MEAN, spread) for _ in range(PROMPTS)]
-    return [[effects[i] + log_speed(when[i, j][1]) - log_speed(when[i, j][0]) for j in range(REPEATS)]
-            for i in range(PROMPTS)]
+    return [
+        [effects[i] + log_speed(when[i, j][1]) - log_speed(when[i, j][0]) for j in range(REPEATS)]
+        for i in range(PROMPTS)
+    ]
 
 
 class Quantiles(unittest.TestCase):
     def test_t_quantiles_agree_with_published_tables(self):
         for level, table in ((0.95, T_95), (0.99, T_99), (0.90, T_90)):
             for df, published in table.items():
-                self.assertAlmostEqual(ms.t_quantile(df, level), published, delta=1e-6, msg=(df, level))
+                self.assertAlmostEqual(
+                    ms.t_quantile(df, level), published, delta=1e-6, msg=(df, level)
+                )
 
     def test_t_quantile_comes_down_to_the_normal_one(self):
         self.assertAlmostEqual(ms.t_quantile(20_000), 1.959963985, delta=2e-4)
@@ -58,20 +98,27 @@ class Simulated(unittest.TestCase):
             found = ms.over_prompts([[value] for repeats in logs for value in repeats])
             pooled += found.low <= math.exp(MEAN) <= found.high
         self.assertTrue(0.93 * WORLDS <= covered <= 0.97 * WORLDS, covered)
-        self.assertLess(pooled, 0.90 * WORLDS, "repeats taken as independent should have covered too rarely")
+        self.assertLess(
+            pooled, 0.90 * WORLDS, "repeats taken as independent should have covered too rarely"
+        )
 
     def test_paired_order_cancels_a_drift_that_ruins_a_sequential_one(self):
         bias = {}
         for order in ("paired", "sequential"):
             chance, when = random.Random(21), places(order)
-            logs = [math.log(ms.over_prompts(world(chance, when, 0.0, stalls=False)).ratio) for _ in range(500)]
+            logs = [
+                math.log(ms.over_prompts(world(chance, when, 0.0, stalls=False)).ratio)
+                for _ in range(500)
+            ]
             bias[order] = sum(logs) / len(logs) - MEAN
         self.assertLess(abs(bias["paired"]), 0.001)
         self.assertLess(bias["sequential"], -0.03)
 
     def test_stalls_are_seldom_seen_where_there_are_none(self):
         chance, when = random.Random(22), places("paired")
-        alarms = sum(ms.stall_count(world(chance, when, SPREAD, stalls=False)) > 0 for _ in range(500))
+        alarms = sum(
+            ms.stall_count(world(chance, when, SPREAD, stalls=False)) > 0 for _ in range(500)
+        )
         self.assertLess(alarms, 15)
 
 
@@ -87,8 +134,12 @@ class Estimates(unittest.TestCase):
         self.assertEqual(ms.as_json(found)["level"], 0.95)
 
     def test_repeats_of_a_prompt_collapse_to_their_median(self):
-        self.assertEqual(ms.over_prompts([[0.1, 0.1, 9.0], [0.3, -5.0, 0.3]]), ms.over_prompts([[0.1], [0.3]]))
-        self.assertEqual(ms.over_prompts([[0.1, 0.2], [0.4]]), ms.over_prompts([[0.15000000000000002], [0.4]]))
+        self.assertEqual(
+            ms.over_prompts([[0.1, 0.1, 9.0], [0.3, -5.0, 0.3]]), ms.over_prompts([[0.1], [0.3]])
+        )
+        self.assertEqual(
+            ms.over_prompts([[0.1, 0.2], [0.4]]), ms.over_prompts([[0.15000000000000002], [0.4]])
+        )
 
     def test_one_prompt_has_a_ratio_and_no_interval(self):
         found = ms.over_prompts([[0.5, 0.5, 0.5]])
@@ -100,7 +151,7 @@ class Estimates(unittest.TestCase):
         self.assertIsNone(ms.over_repeats([]))
 
     def test_these_prompts_take_the_mean_of_all_pairs_and_the_spread_within_prompts(self):
-        found = ms.over_repeats([[0.0, 0.2], [1.0, 1.4]])       # within: 2 x 0.01 + 2 x 0.04, over 2 df
+        found = ms.over_repeats([[0.0, 0.2], [1.0, 1.4]])  # within: 2 x 0.01 + 2 x 0.04, over 2 df
         half = 4.302652730 * math.sqrt(0.10 / 2) / math.sqrt(4)
         self.assertAlmostEqual(found.ratio, math.exp(0.65), delta=1e-12)
         self.assertAlmostEqual(found.low, math.exp(0.65 - half), delta=1e-8)
@@ -137,12 +188,20 @@ class Stalls(unittest.TestCase):
 class Verdicts(unittest.TestCase):
     def test_only_a_whole_interval_on_one_side_of_the_threshold_decides(self):
         for low, high, gain, right in (
-            (1.01, 1.50, 0.0, "pays"), (1.04, 1.50, 0.05, "undecided"), (1.06, 1.50, 0.05, "pays"),
-            (0.70, 0.99, 0.0, "does-not-pay"), (0.90, 1.04, 0.05, "does-not-pay"), (0.90, 1.10, 0.0, "undecided"),
-            (1.00, 1.20, 0.0, "undecided"), (0.80, 1.00, 0.0, "undecided"), (0.96, 1.5, -0.05, "pays"),
+            (1.01, 1.50, 0.0, "pays"),
+            (1.04, 1.50, 0.05, "undecided"),
+            (1.06, 1.50, 0.05, "pays"),
+            (0.70, 0.99, 0.0, "does-not-pay"),
+            (0.90, 1.04, 0.05, "does-not-pay"),
+            (0.90, 1.10, 0.0, "undecided"),
+            (1.00, 1.20, 0.0, "undecided"),
+            (0.80, 1.00, 0.0, "undecided"),
+            (0.96, 1.5, -0.05, "pays"),
             (None, None, 0.0, "undecided"),
         ):
-            self.assertEqual(ms.verdict_of(ms.Estimate(1.2, low, high, 12), gain), right, (low, high, gain))
+            self.assertEqual(
+                ms.verdict_of(ms.Estimate(1.2, low, high, 12), gain), right, (low, high, gain)
+            )
         self.assertEqual(ms.verdict_of(None, 0.0), "undecided")
 
 
@@ -157,7 +216,10 @@ class MorePrompts(unittest.TestCase):
                 self.assertEqual(told, "more than 100")
             else:
                 self.assertEqual(len(told.strip("0")), 1)
-                self.assertLess(abs(int(told) - max(needed, 1)), 0.5 * 10 ** math.floor(math.log10(max(needed, 1))) + 1e-9)
+                self.assertLess(
+                    abs(int(told) - max(needed, 1)),
+                    0.5 * 10 ** math.floor(math.log10(max(needed, 1))) + 1e-9,
+                )
 
     def test_an_effect_at_the_threshold_is_never_forecast(self):
         self.assertEqual(ms.more_prompts([[0.01], [-0.01]] * 6, 0.0), "more than 100")
@@ -168,8 +230,10 @@ class MorePrompts(unittest.TestCase):
 
 class Plan(unittest.TestCase):
     def test_order_flips_at_every_pair_and_every_round_starts_with_the_other(self):
-        firsts = [[shot.arm for shot in block.shots if shot.place == 0]
-                  for block in ms.make_plan(["x"] * 4, 3, 2)]
+        firsts = [
+            [shot.arm for shot in block.shots if shot.place == 0]
+            for block in ms.make_plan(["x"] * 4, 3, 2)
+        ]
         self.assertEqual(firsts, [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]])
 
     def test_candidates_rotate_so_that_each_has_every_place_equally_often(self):
@@ -178,8 +242,10 @@ class Plan(unittest.TestCase):
             for arm in range(arms):
                 for place in range(arms):
                     self.assertEqual(sum((s.arm, s.place) == (arm, place) for s in shots), 12)
-            for prompt in range(12):    # no prompt always keeps its order
-                self.assertEqual({s.arm for s in shots if s.prompt == prompt and s.place == 0}, set(range(arms)))
+            for prompt in range(12):  # no prompt always keeps its order
+                self.assertEqual(
+                    {s.arm for s in shots if s.prompt == prompt and s.place == 0}, set(range(arms))
+                )
 
     def test_all_arms_of_a_pair_stand_back_to_back(self):
         for block in ms.make_plan(["a", "b", "a", "b"], 2, 3):

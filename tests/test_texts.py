@@ -12,8 +12,8 @@ from tests.fakes import CASES, FakeServer, ReplayServer, Speculation
 from tests.support import measure, run_main
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-ABC = "one two three four five six seven eight nine ten"        # 10 tokens of the fake
-OTHER = ABC.replace(" eight", " other")                         # token 7; the first other byte is 34
+ABC = "one two three four five six seven eight nine ten"  # 10 tokens of the fake
+OTHER = ABC.replace(" eight", " other")  # token 7; the first other byte is 34
 
 
 def case_text(name):
@@ -38,19 +38,44 @@ def measure_case(baseline, candidate, *flags, prompts=("p", "q")):
 
 
 def answer(content="", reasoning="", tokens=4, finish="stop"):
-    return ms.Answer(content, reasoning, finish, 1.0, 0.1, 0.9, tokens - 1, "stream", tokens, 3, 0, {}, True, False)
+    return ms.Answer(
+        content,
+        reasoning,
+        finish,
+        1.0,
+        0.1,
+        0.9,
+        tokens - 1,
+        "stream",
+        tokens,
+        3,
+        0,
+        {},
+        True,
+        False,
+    )
 
 
 def reading(prompt, repeat, text, arm="baseline"):
     """A reading with this text; None is a failed request."""
     done = None if text is None else answer(text) if isinstance(text, str) else answer(*text)
-    return ms.Reading(arm, prompt, "p%d" % prompt, "any", repeat, 0, done, "failed" if text is None else None)
+    return ms.Reading(
+        arm, prompt, "p%d" % prompt, "any", repeat, 0, done, "failed" if text is None else None
+    )
 
 
 def run_of(arm, *texts_by_prompt):
     """A run from a list of repeats for each prompt."""
-    return ms.Run(arm, {}, tuple(reading(i, j, text, arm) for i, texts in enumerate(texts_by_prompt)
-                                 for j, text in enumerate(texts)), ())
+    return ms.Run(
+        arm,
+        {},
+        tuple(
+            reading(i, j, text, arm)
+            for i, texts in enumerate(texts_by_prompt)
+            for j, text in enumerate(texts)
+        ),
+        (),
+    )
 
 
 def compared(baseline, candidate):
@@ -58,14 +83,26 @@ def compared(baseline, candidate):
 
 
 def counts(found):
-    return {name: found[name] for name in ("compared", "identical", "divergent", "empty", "failed", "unstable")}
+    return {
+        name: found[name]
+        for name in ("compared", "identical", "divergent", "empty", "failed", "unstable")
+    }
 
 
 def entry(raw, logprob=-1.0, *alternatives, token=None):
     """One token of a logprobs list; alternatives are (bytes, logprob)."""
+
     def one(data, value, name=None):
-        return {"token": data.decode("utf-8", "replace") if name is None else name, "bytes": list(data), "logprob": value}
-    return dict(one(raw, logprob, token), top_logprobs=[one(raw, logprob)] + [one(*other) for other in alternatives])
+        return {
+            "token": data.decode("utf-8", "replace") if name is None else name,
+            "bytes": list(data),
+            "logprob": value,
+        }
+
+    return dict(
+        one(raw, logprob, token),
+        top_logprobs=[one(raw, logprob)] + [one(*other) for other in alternatives],
+    )
 
 
 class Cases(unittest.TestCase):
@@ -78,7 +115,9 @@ class Cases(unittest.TestCase):
     def test_b01_a_mismatch_is_a_finding_beside_the_speeds(self):
         outcome = measure_case("B01/baseline.json", "B01/spec.json")
         found, record = self.only_divergence(outcome), outcome.comparison()
-        self.assertEqual((found["first_difference_at_char"], found["first_difference_at_byte"]), (98, 98))
+        self.assertEqual(
+            (found["first_difference_at_char"], found["first_difference_at_byte"]), (98, 98)
+        )
         self.assertEqual(found["class"], "different")
         self.assertGreater(record["speedup"]["ratio"], 0)
         self.assertGreater(record["baseline_tokens_per_s"], 0)
@@ -95,16 +134,26 @@ class Cases(unittest.TestCase):
         self.assertEqual((found.byte, found.character), (98, 98))
 
     def test_b02_a_difference_above_the_noise_floor_is_not_called_unstable(self):
-        baseline, candidate = (json.loads(case_text("B02/%s_runs.json" % arm)) for arm in ("baseline", "spec"))
+        baseline, candidate = (
+            json.loads(case_text("B02/%s_runs.json" % arm)) for arm in ("baseline", "spec")
+        )
         with FakeServer(answers={"p": baseline}) as a, FakeServer(answers={"p": candidate}) as b:
             outcome = measure(a, b, "--repeats", 3, "--triage", 0, prompts=["p"])
         texts = outcome.comparison()["text_comparison"]
         for own in (texts["baseline_self"], texts["speculative_self"]):
             self.assertGreaterEqual(own["compared"], 2)
             self.assertEqual(own["identical"], own["compared"])
-        self.assertEqual(counts(texts), {"compared": 3, "identical": 0, "divergent": 3, "empty": 0, "failed": 0, "unstable": 0})
-        self.assertEqual({(d["first_difference_at_char"], d["first_difference_at_byte"], d["class"]) for d in texts["divergences"]},
-                         {(30, 30, "different")})
+        self.assertEqual(
+            counts(texts),
+            {"compared": 3, "identical": 0, "divergent": 3, "empty": 0, "failed": 0, "unstable": 0},
+        )
+        self.assertEqual(
+            {
+                (d["first_difference_at_char"], d["first_difference_at_byte"], d["class"])
+                for d in texts["divergences"]
+            },
+            {(30, 30, "different")},
+        )
         self.assertNotIn("random", outcome.out)
 
     def test_b05_bytes_and_characters_are_counted_apart_and_no_letter_is_cut(self):
@@ -116,28 +165,45 @@ class Cases(unittest.TestCase):
     def test_b06_a_text_that_ends_early_under_the_same_count_is_suspicious(self):
         outcome = measure_case("B06/baseline.json", "B06/spec.json")
         found = self.only_divergence(outcome)
-        self.assertEqual((found["class"], found["first_difference_at_byte"]), ("speculative-is-prefix", 71))
+        self.assertEqual(
+            (found["class"], found["first_difference_at_byte"]), ("speculative-is-prefix", 71)
+        )
         self.assertEqual(found["speculative_tail"], "")
-        self.assertEqual((found["baseline_finish_reason"], found["speculative_finish_reason"]), ("length", "length"))
+        self.assertEqual(
+            (found["baseline_finish_reason"], found["speculative_finish_reason"]),
+            ("length", "length"),
+        )
         self.assertEqual((found["baseline_tokens"], found["speculative_tokens"]), (16, 16))
         self.assertRegex(outcome.out, "equal token count.*too high")
 
     def test_b08_a_text_that_runs_on_has_the_baseline_as_prefix(self):
         found = self.only_divergence(measure_case("B08/baseline.json", "B08/spec.json"))
-        self.assertEqual((found["class"], found["first_difference_at_byte"]), ("baseline-is-prefix", 4))
-        self.assertEqual((found["baseline_finish_reason"], found["speculative_finish_reason"]), ("stop", "length"))
+        self.assertEqual(
+            (found["class"], found["first_difference_at_byte"]), ("baseline-is-prefix", 4)
+        )
+        self.assertEqual(
+            (found["baseline_finish_reason"], found["speculative_finish_reason"]),
+            ("stop", "length"),
+        )
         self.assertEqual((found["baseline_tokens"], found["speculative_tokens"]), (2, 9))
 
     def test_b11a_replacement_characters_of_a_server_are_a_difference(self):
-        found = self.only_divergence(measure_case("B11/baseline.json", "B11/a_spec_server_fault.json"))
-        self.assertEqual((found["first_difference_at_char"], found["first_difference_at_byte"]), (5, 5))
+        found = self.only_divergence(
+            measure_case("B11/baseline.json", "B11/a_spec_server_fault.json")
+        )
+        self.assertEqual(
+            (found["first_difference_at_char"], found["first_difference_at_byte"]), (5, 5)
+        )
         self.assertEqual(found["baseline_tail"].encode()[:4], b"\xf0\x9f\x8e\x89")
         self.assertEqual(found["speculative_tail"].encode()[:6], b"\xef\xbf\xbd\xef\xbf\xbd")
 
     def test_b11bc_split_characters_and_split_surrogates_are_joined(self):
         for routes in ("routes_b.json", "routes_c.json"):
             with self.subTest(routes), ReplayServer(routes, CASES / "B11") as server:
-                got = ms.complete(ms.Endpoint("baseline", server.url, server.root, "m"), [{"role": "user", "content": "p"}])
+                got = ms.complete(
+                    ms.Endpoint("baseline", server.url, server.root, "m"),
+                    [{"role": "user", "content": "p"}],
+                )
                 self.assertEqual(got.content, "Done \U0001f389 bye")
                 self.assertFalse(got.undecodable)
 
@@ -148,22 +214,51 @@ class Cases(unittest.TestCase):
         self.assertEqual(found["first_difference_at_char"], 5)
         (outcome.out + outcome.err).encode("ascii")
         outcome.files["labbook.md"].decode("ascii")
-        self.assertIn("undecodable-text", [f["finding"] for f in outcome.endpoint("speculative")["audit"]])
+        self.assertIn(
+            "undecodable-text", [f["finding"] for f in outcome.endpoint("speculative")["audit"]]
+        )
 
     def test_b13_the_choice_with_index_0_counts_and_its_tokens_make_no_rate(self):
         with ReplayServer("routes.json", CASES / "B13") as server:
-            outcome = measure(server, None, "--model", "m", "--warmup", 0, "--save-run", "run.jsonl", prompts=["p"])
+            outcome = measure(
+                server,
+                None,
+                "--model",
+                "m",
+                "--warmup",
+                0,
+                "--save-run",
+                "run.jsonl",
+                prompts=["p"],
+            )
             self.assertEqual({chat["body"].get("n", 1) for chat in server.chats}, {1})
-        (line,) = [x for x in map(json.loads, outcome.files["run.jsonl"].splitlines()) if x["kind"] == "reading"]
+        (line,) = [
+            x
+            for x in map(json.loads, outcome.files["run.jsonl"].splitlines())
+            if x["kind"] == "reading"
+        ]
         self.assertEqual(line["content"], "Blue.")
-        self.assertEqual((outcome.endpoint()["tokens_counted_by_server"], outcome.endpoint()["output_tokens_per_s"]), (False, None))
+        self.assertEqual(
+            (
+                outcome.endpoint()["tokens_counted_by_server"],
+                outcome.endpoint()["output_tokens_per_s"],
+            ),
+            (False, None),
+        )
 
     def test_b15_an_unchanged_text_does_not_hide_that_nothing_was_accepted(self):
         outcome = measure_case("B15/baseline.json", "B15/spec.json")
         record = outcome.comparison()
-        self.assertEqual((record["text_comparison"]["identical"], record["text_comparison"]["compared"]), (2, 2))
-        self.assertEqual((record["acceptance"]["rate"], record["acceptance"]["drafted"]), (0.0, 120))
-        self.assertEqual((record["break_even"]["alpha"], record["acceptance"]["tokens_per_target_step"]), (0.0, 1.0))
+        self.assertEqual(
+            (record["text_comparison"]["identical"], record["text_comparison"]["compared"]), (2, 2)
+        )
+        self.assertEqual(
+            (record["acceptance"]["rate"], record["acceptance"]["drafted"]), (0.0, 120)
+        )
+        self.assertEqual(
+            (record["break_even"]["alpha"], record["acceptance"]["tokens_per_target_step"]),
+            (0.0, 1.0),
+        )
         self.assertAlmostEqual(record["decode_speedup"]["ratio"], 500 / 900, 4)
         self.assertRegex(outcome.out, "(?s)only costs time.*tokenizer")
 
@@ -175,33 +270,51 @@ class Differences(unittest.TestCase):
             ("", "x", 0, 0, 1, 1),
             ("a\nb\nc", "a\nb\nd", 4, 4, 3, 1),
             ("a\nb", "a\nb\n", 3, 3, 2, 2),
-            ("\u00e9", "\u00e8", 1, 0, 1, 1),                      # the second of two bytes
+            ("\u00e9", "\u00e8", 1, 0, 1, 1),  # the second of two bytes
             ("x\n\u20ac\u20ac1", "x\n\u20ac\u20ac2", 8, 4, 2, 3),
             ("\U0001f389", "\U0001f38a", 3, 0, 1, 1),
             ("a\nb", "a b", 1, 1, 1, 2),
         ):
             with self.subTest(a=a, b=b):
                 found = ms.first_difference(a, b)
-                self.assertEqual((found.byte, found.character, found.line, found.column), (byte, character, line, column))
-                self.assertEqual((found.baseline_tail, found.speculative_tail), (a[character:], b[character:]))
+                self.assertEqual(
+                    (found.byte, found.character, found.line, found.column),
+                    (byte, character, line, column),
+                )
+                self.assertEqual(
+                    (found.baseline_tail, found.speculative_tail), (a[character:], b[character:])
+                )
 
     def test_offsets_agree_with_a_plain_search_on_random_texts(self):
         dice = random.Random(8)
         for _ in range(500):
-            a, b = ("".join(dice.choices("ab\n\u00e9\u00e8\u20ac\U0001f389", k=dice.randrange(6))) for _ in "ab")
+            a, b = (
+                "".join(dice.choices("ab\n\u00e9\u00e8\u20ac\U0001f389", k=dice.randrange(6)))
+                for _ in "ab"
+            )
             found = ms.first_difference(a, b)
             if a == b:
                 self.assertIsNone(found)
                 continue
-            place = next((i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))
-            raw = next((i for i, pair in enumerate(zip(a.encode(), b.encode())) if pair[0] != pair[1]),
-                       min(len(a.encode()), len(b.encode())))
+            place = next(
+                (i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b))
+            )
+            raw = next(
+                (i for i, pair in enumerate(zip(a.encode(), b.encode())) if pair[0] != pair[1]),
+                min(len(a.encode()), len(b.encode())),
+            )
             lines = a[:place].split("\n")
-            self.assertEqual((found.character, found.byte, found.line, found.column), (place, raw, len(lines), len(lines[-1]) + 1))
+            self.assertEqual(
+                (found.character, found.byte, found.line, found.column),
+                (place, raw, len(lines), len(lines[-1]) + 1),
+            )
 
     def test_tails_are_60_characters(self):
         found = ms.first_difference("x" + "\u00e9" * 100, "y" + "\u00e9" * 100)
-        self.assertEqual((found.baseline_tail, found.speculative_tail), ("x" + "\u00e9" * 59, "y" + "\u00e9" * 59))
+        self.assertEqual(
+            (found.baseline_tail, found.speculative_tail),
+            ("x" + "\u00e9" * 59, "y" + "\u00e9" * 59),
+        )
 
     def test_equal_texts_have_no_difference(self):
         self.assertIsNone(ms.first_difference("\u00e9", "\u00e9"))
@@ -210,24 +323,44 @@ class Differences(unittest.TestCase):
 class PairByPair(unittest.TestCase):
     def test_a_failed_request_never_shifts_another_comparison(self):
         """Answers differ by prompt and by repeat, so that any shift would be seen as changed text."""
+
         def answers(prompt, n):
             return "%s asked %d" % (prompt, n)
+
         for place in range(4):
-            faults = [None] * (1 + place) + ["close-mid-body"]      # the first request is the warm-up
-            with self.subTest(place), FakeServer(answers=lambda p, n: "answer to " + p) as a, \
-                    FakeServer(answers=lambda p, n: "answer to " + p, faults=faults) as b:
+            faults = [None] * (1 + place) + ["close-mid-body"]  # the first request is the warm-up
+            with (
+                self.subTest(place),
+                FakeServer(answers=lambda p, n: "answer to " + p) as a,
+                FakeServer(answers=lambda p, n: "answer to " + p, faults=faults) as b,
+            ):
                 outcome = measure(a, b, prompts=["p", "q", "r", "s"])
                 texts = outcome.comparison()["text_comparison"]
-                self.assertEqual(counts(texts), {"compared": 3, "identical": 3, "divergent": 0, "empty": 0, "failed": 1, "unstable": 0})
+                self.assertEqual(
+                    counts(texts),
+                    {
+                        "compared": 3,
+                        "identical": 3,
+                        "divergent": 0,
+                        "empty": 0,
+                        "failed": 1,
+                        "unstable": 0,
+                    },
+                )
                 self.assertEqual(outcome.endpoint("speculative")["failed"], 1)
-        texts = compared([[answers("p", 0), None, answers("p", 2)]], [[answers("p", 0), answers("p", 1), answers("p", 2)]])
+        texts = compared(
+            [[answers("p", 0), None, answers("p", 2)]],
+            [[answers("p", 0), answers("p", 1), answers("p", 2)]],
+        )
         self.assertEqual((texts["identical"], texts["failed"], texts["divergent"]), (2, 1, 0))
 
     def test_two_empty_answers_are_no_evidence(self):
         with FakeServer(answers={"p": ""}) as a, FakeServer(answers={"p": ""}) as b:
             outcome = measure(a, b, prompts=["p", "q"])
-        self.assertEqual(counts(outcome.comparison()["text_comparison"]),
-                         {"compared": 1, "identical": 1, "divergent": 0, "empty": 1, "failed": 0, "unstable": 0})
+        self.assertEqual(
+            counts(outcome.comparison()["text_comparison"]),
+            {"compared": 1, "identical": 1, "divergent": 0, "empty": 1, "failed": 0, "unstable": 0},
+        )
         self.assertIn("no evidence", outcome.out)
 
     def test_two_empty_answers_are_no_self_agreement_either(self):
@@ -239,22 +372,29 @@ class PairByPair(unittest.TestCase):
         self.assertEqual(texts["divergent"], 2)
 
     def test_compared_is_identical_plus_divergent(self):
-        texts = compared([["a", "b"], ["c", None], ["", "d"], ["e"]], [["a", "b"], ["x", "c"], ["", None], ["e"]])
-        self.assertEqual(counts(texts), {"compared": 4, "identical": 3, "divergent": 1, "empty": 1, "failed": 2, "unstable": 0})
+        texts = compared(
+            [["a", "b"], ["c", None], ["", "d"], ["e"]], [["a", "b"], ["x", "c"], ["", None], ["e"]]
+        )
+        self.assertEqual(
+            counts(texts),
+            {"compared": 4, "identical": 3, "divergent": 1, "empty": 1, "failed": 2, "unstable": 0},
+        )
 
     def test_reasoning_is_compared_apart_from_content(self):
         for baseline, candidate, where in (
             (("same", "think a"), ("same", "think b"), "reasoning"),
             (("text a", "same"), ("text b", "same"), "content"),
-            (("", "word"), ("word", ""), "content"),                # the same words, but in another field
+            (("", "word"), ("word", ""), "content"),  # the same words, but in another field
         ):
             with self.subTest(where=where, baseline=baseline):
                 (found,) = compared([[baseline]], [[candidate]])["divergences"]
                 self.assertEqual(found["where"], where)
 
     def test_changed_reasoning_is_found_in_streamed_answers(self):
-        with FakeServer(answers={"p": {"reasoning": "I think so", "content": "Yes."}}) as a, \
-                FakeServer(answers={"p": {"reasoning": "I think not", "content": "Yes."}}) as b:
+        with (
+            FakeServer(answers={"p": {"reasoning": "I think so", "content": "Yes."}}) as a,
+            FakeServer(answers={"p": {"reasoning": "I think not", "content": "Yes."}}) as b,
+        ):
             outcome = measure(a, b, prompts=["p"])
         (found,) = outcome.comparison()["text_comparison"]["divergences"]
         self.assertEqual((found["where"], found["first_difference_at_char"]), ("reasoning", 8))
@@ -264,13 +404,19 @@ class PairByPair(unittest.TestCase):
         changed = [["x%d" % i] for i in range(30)]
         self.assertEqual(len(compared(texts, changed)["divergences"]), 30)
         prompts = ["prompt %d" % i for i in range(25)]
-        with FakeServer(answers=lambda p, n: "a b c") as a, FakeServer(answers=lambda p, n: "a b d") as b:
+        with (
+            FakeServer(answers=lambda p, n: "a b c") as a,
+            FakeServer(answers=lambda p, n: "a b d") as b,
+        ):
             outcome = measure(a, b, "--triage", 0, prompts=prompts)
         found = outcome.comparison()["text_comparison"]
         self.assertEqual((found["divergent"], len(found["divergences"])), (25, 20))
 
     def test_a_speedup_beside_changed_text_carries_the_warning_in_its_line(self):
-        with FakeServer(answers={"p": "a b c"}) as a, FakeServer(answers={"p": "a b d"}, speculation=Speculation()) as b:
+        with (
+            FakeServer(answers={"p": "a b c"}) as a,
+            FakeServer(answers={"p": "a b d"}, speculation=Speculation()) as b,
+        ):
             outcome = measure(a, b, prompts=["p", "q"])
         self.assertIn("text changed in 1 of 2", outcome.out.rstrip().splitlines()[-1])
 
@@ -286,33 +432,51 @@ class SelfAgreement(unittest.TestCase):
         ):
             with self.subTest(repeats):
                 own = compared([repeats], [repeats])["baseline_self"]
-                self.assertEqual(tuple(own[k] for k in ("compared", "identical", "warm_compared", "warm_identical")), expected)
+                self.assertEqual(
+                    tuple(
+                        own[k] for k in ("compared", "identical", "warm_compared", "warm_identical")
+                    ),
+                    expected,
+                )
 
     def test_a_failed_cold_repeat_does_not_make_a_warm_one_cold(self):
         own = compared([[None, "a", "a"]], [["a", "a", "a"]])["baseline_self"]
         self.assertEqual((own["compared"], own["warm_compared"], own["warm_identical"]), (1, 1, 1))
 
     def test_the_report_has_three_lines_cold_and_warm(self):
-        with FakeServer(answers={"p": ["cold", "warm"]}) as a, FakeServer(answers={"p": "warm"}) as b:
+        with (
+            FakeServer(answers={"p": ["cold", "warm"]}) as a,
+            FakeServer(answers={"p": "warm"}) as b,
+        ):
             out = measure(a, b, "--repeats", 3, prompts=["p"]).out
         self.assertRegex(out, r"baseline against itself: 0 of 2 .*warm repeats: 1 of 1")
         self.assertRegex(out, r"speculative against itself: 2 of 2 .*warm repeats: 1 of 1")
         self.assertRegex(out, r"baseline against speculative: 2 of 3 identical")
 
     def test_an_unstable_baseline_is_not_blamed_on_speculation(self):
-        with FakeServer(answers={"p": ["a b c", "a b d"], "q": "same"}) as a, \
-                FakeServer(answers={"p": "a b e", "q": "same"}, speculation=Speculation()) as b:
+        with (
+            FakeServer(answers={"p": ["a b c", "a b d"], "q": "same"}) as a,
+            FakeServer(answers={"p": "a b e", "q": "same"}, speculation=Speculation()) as b,
+        ):
             outcome = measure(a, b, "--repeats", 2, "--fail-on", "changed-text", prompts=["p", "q"])
             self.assertFalse([chat for chat in a.chats if chat["body"].get("logprobs")])
         texts = outcome.comparison()["text_comparison"]
-        self.assertEqual(counts(texts), {"compared": 4, "identical": 2, "divergent": 2, "empty": 0, "failed": 0, "unstable": 2})
-        self.assertEqual({(d["class"], d["triage"]) for d in texts["divergences"]}, {("unstable-baseline", None)})
+        self.assertEqual(
+            counts(texts),
+            {"compared": 4, "identical": 2, "divergent": 2, "empty": 0, "failed": 0, "unstable": 2},
+        )
+        self.assertEqual(
+            {(d["class"], d["triage"]) for d in texts["divergences"]}, {("unstable-baseline", None)}
+        )
         self.assertIn("disagrees with itself", outcome.out)
         self.assertEqual(outcome.code, 0)
 
     def test_one_unstable_prompt_does_not_excuse_another(self):
         texts = compared([["a", "b"], ["c", "c"]], [["a", "a"], ["x", "x"]])
-        self.assertEqual([d["class"] for d in texts["divergences"]], ["unstable-baseline", "different", "different"])
+        self.assertEqual(
+            [d["class"] for d in texts["divergences"]],
+            ["unstable-baseline", "different", "different"],
+        )
 
     def test_without_repeats_it_says_that_stability_was_not_looked_at(self):
         with FakeServer(answers={"p": "a"}) as a, FakeServer(answers={"p": "b"}) as b:
@@ -334,8 +498,14 @@ class TriageOverHttp(unittest.TestCase):
 
     def test_a_near_tie(self):
         found, _, _, out = self.triage(gaps={7: (" other", 0.125)})
-        self.assertEqual((found["triage"]["finding"], found["triage"]["baseline_token"], found["triage"]["speculative_token"]),
-                         ("near-tie", " eight", " other"))
+        self.assertEqual(
+            (
+                found["triage"]["finding"],
+                found["triage"]["baseline_token"],
+                found["triage"]["speculative_token"],
+            ),
+            ("near-tie", " eight", " other"),
+        )
         self.assertAlmostEqual(found["triage"]["gap_nats"], 0.125)
         self.assertRegex(out, r"near-tie \(0\.125 nats\)")
 
@@ -347,29 +517,45 @@ class TriageOverHttp(unittest.TestCase):
     def test_half_a_nat_is_where_rounding_ends(self):
         for gap, finding in ((0.5, "near-tie"), (0.51, "clear-preference")):
             with self.subTest(gap):
-                self.assertEqual(self.triage(gaps={7: (" other", gap)})[0]["triage"]["finding"], finding)
+                self.assertEqual(
+                    self.triage(gaps={7: (" other", gap)})[0]["triage"]["finding"], finding
+                )
 
     def test_a_token_that_is_not_listed_is_at_least_as_far_as_the_last_listed(self):
         found, asked, _, out = self.triage()
-        listed = asked[0]["top_logprobs"]       # the fake lists -2.25, -7.25, -12, -13, ... and cuts at that many
+        listed = asked[0][
+            "top_logprobs"
+        ]  # the fake lists -2.25, -7.25, -12, -13, ... and cuts at that many
         triage = found["triage"]
-        self.assertEqual((triage["finding"], triage["at_least"], triage["speculative_token"] if "speculative_token" in triage else None),
-                         ("clear-preference", True, None))
+        self.assertEqual(
+            (
+                triage["finding"],
+                triage["at_least"],
+                triage["speculative_token"] if "speculative_token" in triage else None,
+            ),
+            ("clear-preference", True, None),
+        )
         self.assertAlmostEqual(triage["gap_nats"], 12 + (listed - 3) - 2.25)
         self.assertIn("at least", out)
 
     def test_no_logprobs_is_not_known(self):
         found, *_ = self.triage(reject={"logprobs": "not supported here"})
-        self.assertEqual((found["triage"]["finding"], found["triage"]["gap_nats"]), ("not-known", None))
+        self.assertEqual(
+            (found["triage"]["finding"], found["triage"]["gap_nats"]), ("not-known", None)
+        )
         self.assertIn("not supported here", found["triage"]["reason"])
 
     def test_an_answer_that_changed_again_is_not_known(self):
-        found, *_ = self.triage(answers={"p": [ABC, "quite another text"]}, gaps={7: (" other", 0.1)})
+        found, *_ = self.triage(
+            answers={"p": [ABC, "quite another text"]}, gaps={7: (" other", 0.1)}
+        )
         self.assertEqual(found["triage"]["finding"], "not-known")
         self.assertIn("changed", found["triage"]["reason"])
 
     def test_the_question_is_the_measured_request_and_log_probabilities(self):
-        _, asked, plain, _ = self.triage(flags=("--extra-body", '{"top_k": 1}', "--max-tokens", "50"))
+        _, asked, plain, _ = self.triage(
+            flags=("--extra-body", '{"top_k": 1}', "--max-tokens", "50")
+        )
         self.assertEqual(len(asked), 1)
         for name in ("messages", "model", "max_tokens", "temperature", "seed", "top_p", "top_k"):
             self.assertEqual(asked[0][name], plain[-1][name])
@@ -377,12 +563,29 @@ class TriageOverHttp(unittest.TestCase):
 
     def test_at_most_n_prompts_are_asked_about(self):
         prompts = ["prompt %d" % i for i in range(12)]
-        for flags, expected in (((), 10), (("--triage", 3), 3), (("--triage", 0), 0), (("--triage", 3, "--repeats", 2), 3)):
-            with self.subTest(flags), FakeServer(answers=lambda p, n: ABC) as a, FakeServer(answers=lambda p, n: OTHER) as b:
+        for flags, expected in (
+            ((), 10),
+            (("--triage", 3), 3),
+            (("--triage", 0), 0),
+            (("--triage", 3, "--repeats", 2), 3),
+        ):
+            with (
+                self.subTest(flags),
+                FakeServer(answers=lambda p, n: ABC) as a,
+                FakeServer(answers=lambda p, n: OTHER) as b,
+            ):
                 outcome = measure(a, b, *flags, prompts=prompts)
-                asked = [chat["body"]["messages"][0]["content"] for chat in a.chats if chat["body"].get("logprobs")]
+                asked = [
+                    chat["body"]["messages"][0]["content"]
+                    for chat in a.chats
+                    if chat["body"].get("logprobs")
+                ]
                 self.assertEqual((len(asked), len(set(asked))), (expected, expected))
-                told = {d["prompt_index"] for d in outcome.comparison()["text_comparison"]["divergences"] if d["triage"]}
+                told = {
+                    d["prompt_index"]
+                    for d in outcome.comparison()["text_comparison"]["divergences"]
+                    if d["triage"]
+                }
                 self.assertEqual(len(told), expected)
 
     def test_identical_texts_are_not_asked_about(self):
@@ -393,36 +596,63 @@ class TriageOverHttp(unittest.TestCase):
 
 class TriageOfTokens(unittest.TestCase):
     def find(self, tokens, own, other):
-        own, other = own.encode() if isinstance(own, str) else own, other.encode() if isinstance(other, str) else other
-        offset = next((i for i, pair in enumerate(zip(own, other)) if pair[0] != pair[1]), min(len(own), len(other)))
+        own, other = (
+            own.encode() if isinstance(own, str) else own,
+            other.encode() if isinstance(other, str) else other,
+        )
+        offset = next(
+            (i for i, pair in enumerate(zip(own, other)) if pair[0] != pair[1]),
+            min(len(own), len(other)),
+        )
         return ms.gap_finding(tokens, own, other, offset)
 
     def test_a_character_split_over_tokens(self):
         """Byte 8 differs, inside the token that holds the second half of the character."""
-        tokens = [entry(b"Done "), entry(b"\xf0\x9f"), entry(b"\x8e\x89", -0.5, (b"\x8e\x8a", -0.75)), entry(b" bye")]
+        tokens = [
+            entry(b"Done "),
+            entry(b"\xf0\x9f"),
+            entry(b"\x8e\x89", -0.5, (b"\x8e\x8a", -0.75)),
+            entry(b" bye"),
+        ]
         found = self.find(tokens, "Done \U0001f389 bye", "Done \U0001f38a bye")
         self.assertEqual((found["finding"], round(found["gap_nats"], 6)), ("near-tie", 0.25))
 
     def test_tokens_that_begin_alike(self):
         tokens = [entry(b" un"), entry(b"happy", -0.1, (b"happ", -2.1), (b"sad", -0.2))]
         found = self.find(tokens, " unhappy", " unhappily")
-        self.assertEqual((found["finding"], found["speculative_token"]), ("clear-preference", "happ"))
+        self.assertEqual(
+            (found["finding"], found["speculative_token"]), ("clear-preference", "happ")
+        )
 
     def test_a_difference_in_the_first_token_of_a_text_that_repeats_it(self):
-        tokens = [entry(b"a", -0.1, (b"x", -0.3)), entry(b" b", -0.1, (b" q", -9)), entry(b" a", -0.1, (b" z", -9)),
-                  entry(b" c", -0.1, (b" q", -9))]
+        tokens = [
+            entry(b"a", -0.1, (b"x", -0.3)),
+            entry(b" b", -0.1, (b" q", -9)),
+            entry(b" a", -0.1, (b" z", -9)),
+            entry(b" c", -0.1, (b" q", -9)),
+        ]
         found = self.find(tokens, "a b a c", "x b a c")
         self.assertEqual((found["finding"], found["speculative_token"]), ("near-tie", "x"))
         self.assertAlmostEqual(found["gap_nats"], 0.2)
 
     def test_a_beginning_that_comes_again_later(self):
-        tokens = [entry(b"no", -0.1, (b"yes", -9)), entry(b" no", -0.1, (b" so", -0.2)), entry(b" no", -0.1, (b" zz", -9)),
-                  entry(b" no", -0.1, (b" zz", -9))]
+        tokens = [
+            entry(b"no", -0.1, (b"yes", -9)),
+            entry(b" no", -0.1, (b" so", -0.2)),
+            entry(b" no", -0.1, (b" zz", -9)),
+            entry(b" no", -0.1, (b" zz", -9)),
+        ]
         found = self.find(tokens, "no no no no", "no so no no")
         self.assertEqual((found["finding"], found["speculative_token"]), ("near-tie", " so"))
 
     def test_reasoning_before_the_content_is_skipped(self):
-        tokens = [entry(b"hm"), entry(b" well"), entry(b"</think>"), entry(b"ok", -0.1, (b"no", -0.2)), entry(b" then")]
+        tokens = [
+            entry(b"hm"),
+            entry(b" well"),
+            entry(b"</think>"),
+            entry(b"ok", -0.1, (b"no", -0.2)),
+            entry(b" then"),
+        ]
         found = self.find(tokens, "ok then", "no then")
         self.assertEqual((found["finding"], found["speculative_token"]), ("near-tie", "no"))
 
@@ -432,7 +662,10 @@ class TriageOfTokens(unittest.TestCase):
             with self.subTest(end):
                 tokens = [entry(b"Yes."), entry(b" And", -0.7, (end, -0.8), (b" But", -5.0))]
                 found = self.find(tokens, "Yes. And", "Yes.")
-                self.assertEqual((found["finding"], found["gap_nats"] and round(found["gap_nats"], 6)), ("near-tie", 0.1))
+                self.assertEqual(
+                    (found["finding"], found["gap_nats"] and round(found["gap_nats"], 6)),
+                    ("near-tie", 0.1),
+                )
 
     def test_the_baselines_own_end_token_is_the_place_where_it_stopped(self):
         tokens = [entry(b"Yes."), entry(b"<|im_end|>", -0.2, (b" Also", -4.2), (b" But", -5.0))]
@@ -444,28 +677,64 @@ class TriageOfTokens(unittest.TestCase):
         self.assertEqual((found["finding"], found["gap_nats"]), ("not-known", None))
 
     def test_damaged_lists_are_not_known(self):
-        for tokens in ([], [None, 3], [{"token": None}], [{"token": "a", "logprob": None}], [{"token": "a", "logprob": -1, "top_logprobs": []}],
-                       [{"token": "a", "logprob": -1, "top_logprobs": [{"token": "b", "logprob": None}]}]):
+        for tokens in (
+            [],
+            [None, 3],
+            [{"token": None}],
+            [{"token": "a", "logprob": None}],
+            [{"token": "a", "logprob": -1, "top_logprobs": []}],
+            [{"token": "a", "logprob": -1, "top_logprobs": [{"token": "b", "logprob": None}]}],
+        ):
             with self.subTest(tokens):
                 self.assertEqual(self.find(tokens, "a", "b")["finding"], "not-known")
 
     def test_tokens_without_bytes_are_read_by_their_text(self):
-        tokens = [{"token": "a", "logprob": -1.0, "bytes": None, "top_logprobs": [{"token": "b", "logprob": -1.25}]}]
+        tokens = [
+            {
+                "token": "a",
+                "logprob": -1.0,
+                "bytes": None,
+                "top_logprobs": [{"token": "b", "logprob": -1.25}],
+            }
+        ]
         self.assertEqual(self.find(tokens, "a", "b")["finding"], "near-tie")
 
 
 class BugReport(unittest.TestCase):
     def report(self, *flags, prompts=("a secret prompt", "another")):
-        with FakeServer("vllm", answers={"a secret prompt": ABC}, build="0.33.0", gaps={7: (" other", 3.0)}) as a, \
-                FakeServer("vllm", answers={"a secret prompt": OTHER}, build="0.34.1", speculation=Speculation(4, (2,))) as b:
+        with (
+            FakeServer(
+                "vllm", answers={"a secret prompt": ABC}, build="0.33.0", gaps={7: (" other", 3.0)}
+            ) as a,
+            FakeServer(
+                "vllm",
+                answers={"a secret prompt": OTHER},
+                build="0.34.1",
+                speculation=Speculation(4, (2,)),
+            ) as b,
+        ):
             outcome = measure(a, b, "--divergence-report", "bug.md", *flags, prompts=list(prompts))
         return outcome.files["bug.md"].decode("utf-8"), outcome
 
     def test_it_holds_what_a_maintainer_asks_for(self):
         text, outcome = self.report()
         rate = outcome.comparison()["acceptance"]["rate"]
-        for part in ("0.33.0", "0.34.1", "vllm", "fake-model", "temperature 0", "Prompt index 0", "byte 34", "character 34", " eight nine ten",
-                     " other nine ten", "clear-preference", "3.000 nats", "%.2f" % rate, "1 of 2 pairs differ"):
+        for part in (
+            "0.33.0",
+            "0.34.1",
+            "vllm",
+            "fake-model",
+            "temperature 0",
+            "Prompt index 0",
+            "byte 34",
+            "character 34",
+            " eight nine ten",
+            " other nine ten",
+            "clear-preference",
+            "3.000 nats",
+            "%.2f" % rate,
+            "1 of 2 pairs differ",
+        ):
             self.assertIn(part.strip(), text)
         self.assertTrue(text.startswith("# ") and text.endswith("\n"))
 
@@ -473,14 +742,18 @@ class BugReport(unittest.TestCase):
         self.assertNotIn("secret", self.report()[0])
         text, _ = self.report("--include-prompts")
         self.assertIn("a secret prompt", text)
-        self.assertNotIn("another", text)       # it did not differ
+        self.assertNotIn("another", text)  # it did not differ
 
     def test_differences_of_every_level_are_in_it(self):
         """Level 1 differs, level 2 does not: the report is about the run, not about its last level."""
+
         def answers(prompt, n):
             return OTHER if n == 0 else ABC
+
         with FakeServer(answers=lambda p, n: ABC) as a, FakeServer(answers=answers) as b:
-            outcome = measure(a, b, "--concurrency", "1,2", "--divergence-report", "bug.md", prompts=["p", "q"])
+            outcome = measure(
+                a, b, "--concurrency", "1,2", "--divergence-report", "bug.md", prompts=["p", "q"]
+            )
         self.assertIn("other nine ten", outcome.files["bug.md"].decode())
 
     def test_a_report_that_cannot_be_written_keeps_the_records(self):
@@ -492,9 +765,14 @@ class BugReport(unittest.TestCase):
             self.assertEqual(len(outcome.records), 3)
 
     def test_saved_runs_make_the_same_report(self):
-        with FakeServer(answers={"p": ABC}, gaps={7: (" other", 0.125)}) as a, FakeServer(answers={"p": OTHER}) as b:
+        with (
+            FakeServer(answers={"p": ABC}, gaps={7: (" other", 0.125)}) as a,
+            FakeServer(answers={"p": OTHER}) as b,
+        ):
             saved = measure(a, b, "--save-run", "run.jsonl", prompts=["p"]).files["run.jsonl"]
-        outcome = run_main("compare", "run.jsonl", "--divergence-report", "bug.md", files={"run.jsonl": saved})
+        outcome = run_main(
+            "compare", "run.jsonl", "--divergence-report", "bug.md", files={"run.jsonl": saved}
+        )
         self.assertEqual(outcome.code, 0, outcome.err)
         for part in ("byte 34", "near-tie", "0.125 nats"):
             self.assertIn(part, outcome.files["bug.md"].decode())
