@@ -104,9 +104,21 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO, NamedTuple, NoReturn, Optional
+from typing import (
+    Any,
+    BinaryIO,
+    NamedTuple,
+    NoReturn,
+    Optional,
+    TypedDict,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 # ---- constants and errors -----------------------------------------------------------------------
 
@@ -196,16 +208,47 @@ class RequestFailed(MeasureError):
         self.status, self.retry_after = status, retry_after
 
 
-# What comes of files that were written by this program and changed by something else.
-DAMAGED = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    IndexError,
-    RecursionError,
-)
+@dataclass(frozen=True)
+class Meaning:
+    """What a finding of the audit stands for."""
+
+    words: str
+    caveat: Optional[str] = None  # said in the last line, after BUT
+    withholds: bool = False  # no verdict beside it
+
+
+FINDINGS = {
+    "metrics-unavailable": Meaning("no use could be made of the metrics page"),
+    "sources-disagree": Meaning("answers and counters tell different drafts"),
+    "rate-above-one": Meaning("more accepted than drafted"),
+    "lifetime-only": Meaning("acceptance is told since the server's start only"),
+    "cache-differs": Meaning(
+        "one server had more of the prompts in its cache",
+        caveat="the servers' prompt caches differed",
+    ),
+    "conditions-differ": Meaning("compared by --force", caveat="the conditions differ (--force)"),
+    "foreign-traffic": Meaning(
+        "somebody else used the server", caveat="another client used a server"
+    ),
+    "counter-reset": Meaning("the server was restarted", caveat="a server was restarted"),
+    "baseline-drafting": Meaning("the baseline drafts", caveat="the baseline drafts too"),
+    "interrupted": Meaning("not all was measured", caveat="the measurement was interrupted"),
+    "not-drafting": Meaning("nothing was drafted", withholds=True),
+    "busy": Meaning("requests of others ran at the start"),
+    "queueing": Meaning("requests waited inside the server"),
+    "waited": Meaning("requests waited for a 503 or 429"),
+    "undecodable-text": Meaning("bytes that are no UTF-8"),
+    "usage-missing": Meaning("no token counts of the server's own"),
+    "same-server": Meaning("both arms are one server"),
+    "model-differs": Meaning("the servers name different models"),
+    "context-differs": Meaning("the servers hold different context lengths"),
+    "quantization-differs": Meaning("the servers tell different quantizations"),
+    "build-differs": Meaning("the servers are different builds"),
+    "few-prompts": Meaning("too few prompts for an interval, or for a sure one"),
+    "stalls": Meaning("repeats far from their prompt's median"),
+}
+# Findings that may be why texts differ.
+DISTURBANCES = ("foreign-traffic", "counter-reset")
 
 
 def as_dict(value: Any) -> JSON:
@@ -417,21 +460,6 @@ def check_appendable(path: str, what: str = "lab notebook", option: str = "--lab
         raise UsageError(
             f"cannot write the {what} {path}: {error.strerror}; another path: {option} FILE"
         ) from None
-
-
-def read_json_lines(path: str, warn: Say) -> list[JSON]:
-    """The JSON objects among the lines of a file; prose is skipped, a damaged line named in a warning."""
-    records = []
-    for number, line in enumerate(read_bytes(path).lstrip(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if (
-            not line.lstrip().startswith(b"{") and b"\0" not in line
-        ):  # zero bytes are what a power cut leaves
-            continue
-        try:
-            records.append(as_dict(loads(line.decode("utf-8", "replace"))))
-        except ValueError:
-            warn(f"{path}:{number}: damaged line skipped ({len(line)} bytes)")
-    return records
 
 
 # ---- prompts ------------------------------------------------------------------------------------
@@ -796,9 +824,17 @@ def best_chain(alpha: float, c: float) -> tuple[Optional[int], float]:
     return k, best
 
 
+class ChainPrediction(TypedDict):
+    """The predicted speed-up of one draft length."""
+
+    chain: int
+    predicted_speedup: float
+    extrapolated: bool
+
+
 def predicted_by_chain(
     survivals: Sequence[float], step_cost: Callable[[int], float], longest: int
-) -> list[JSON]:
+) -> list[ChainPrediction]:
     """Speed-up for each chain length up to `longest`: 1 + accepted per step, over the cost of a step.
 
     `survivals` are unconditional acceptance rates by position; beyond the last the conditional rate is carried on,
@@ -848,19 +884,6 @@ class Estimate:
     low: Optional[float]
     high: Optional[float]
     prompts: int
-
-
-def as_json(found: Optional[Estimate], name: str = "ratio") -> Optional[JSON]:
-    """An estimate as it stands in the records; the same statistics serve a plain speed under another name."""
-    if found is None:
-        return None
-    return {
-        name: found.ratio,
-        "low": found.low,
-        "high": found.high,
-        "level": 0.95,
-        "prompts": found.prompts,
-    }
 
 
 def median(values: Sequence[float]) -> float:
@@ -2135,7 +2158,7 @@ def survival(acceptance: Acceptance) -> Optional[float]:
     return alpha_for_accepted(accepted / steps, chain) if chain is not None and steps else None
 
 
-def acceptance_record(acceptance: Optional[Acceptance]) -> Optional[JSON]:
+def acceptance_record(acceptance: Optional[Acceptance]) -> Optional[AcceptanceRecord]:
     """The figures of the record: rates 0 to 1, lengths in tokens, None for what is unknown."""
     if acceptance is None:
         return None
@@ -2483,35 +2506,49 @@ class Counted:
     elapsed_s: float
     waiting: Optional[float] = None  # the most requests seen queueing
 
+    @property
+    def key(self) -> BlockKey:
+        """What the same block of another arm is found by."""
+        return self.workload, self.repeat
+
+
+Pair = tuple[int, int]  # (prompt index, repeat), both 0-based
+BlockKey = tuple[str, int]  # (workload, first repeat)
+
 
 @dataclass(frozen=True)
 class Run:
-    """One arm, measured: its conditions as JSON, its readings in the order taken, and its server's counters."""
+    """One arm, measured: its conditions, its readings in the order taken, its server's counters.
+
+    `pairs`, and under load `blocks`, are those that all arms completed; None: compared with none.
+    """
 
     arm: str
-    conditions: JSON
+    conditions: Conditions
     readings: tuple[Reading, ...]
     counted: tuple[Counted, ...]
     interrupted: bool = False
-    pairs: Optional[frozenset[Any]] = (
-        None  # those that all arms completed; None: not compared with any
-    )
-    blocks: Optional[frozenset[Any]] = None  # under load, those that all arms completed whole
+    pairs: Optional[frozenset[Pair]] = None
+    blocks: Optional[frozenset[BlockKey]] = None
 
-    def answers(self, workload: Optional[str] = None) -> dict[tuple[int, int], Answer]:
-        """What was completed, of one workload or of all, by pair."""
-        return {
-            r.pair: r.answer for r in self.readings if r.answer and workload in (None, r.workload)
-        }
-
-    def shared(self, workload: Optional[str] = None) -> dict[tuple[int, int], Answer]:
-        """The same, without what another arm did not complete."""
-        mine = self.answers(workload)
-        return (
-            mine
-            if self.pairs is None
-            else {pair: mine[pair] for pair in mine if pair in self.pairs}
+    def only(self, workload: str) -> Run:
+        """The run of one kind of work."""
+        return replace(
+            self,
+            readings=tuple(r for r in self.readings if r.workload == workload),
+            counted=tuple(block for block in self.counted if block.workload == workload),
         )
+
+    def answers(self) -> dict[Pair, Answer]:
+        """What was completed, by pair."""
+        return {r.pair: r.answer for r in self.readings if r.answer}
+
+    def shared(self) -> dict[Pair, Answer]:
+        """The same, without what another arm did not complete."""
+        answers = self.answers()
+        if self.pairs is None:
+            return answers
+        return {pair: answer for pair, answer in answers.items() if pair in self.pairs}
 
 
 def make_plan(
@@ -2819,57 +2856,68 @@ def first_difference(baseline: str, speculative: str) -> Optional[Difference]:
         return None
     shorter = min(len(a), len(b))
     byte = next((i for i in range(shorter) if a[i] != b[i]), shorter)
-    before = a[:byte].decode(
-        "utf-8", "ignore"
-    )  # drops the begun character, so this ends where that one starts
-    line = before.count("\n") + 1
-    column = len(before) - (before.rfind("\n") + 1) + 1
+    # "ignore" drops the begun character, so that this ends where that one starts
+    before = a[:byte].decode("utf-8", "ignore")
     start = len(before)
     return Difference(
-        byte,
-        start,
-        line,
-        column,
-        baseline[start : start + TAIL_CHARACTERS],
-        speculative[start : start + TAIL_CHARACTERS],
+        byte=byte,
+        character=start,
+        line=before.count("\n") + 1,
+        column=start - before.rfind("\n"),
+        baseline_tail=baseline[start : start + TAIL_CHARACTERS],
+        speculative_tail=speculative[start : start + TAIL_CHARACTERS],
     )
 
 
-def self_agreement(answers: dict[tuple[int, int], Answer]) -> tuple[JSON, set[int]]:
-    """How often a server repeated itself, and the prompts on which it did not; the answers are by (prompt, repeat).
+@dataclass(frozen=True)
+class Agreement:
+    """How often a server repeated itself, and the prompts on which it did not.
 
-    The first (cold) repeat is told apart from later (warm) ones: a prompt cache can change the batch shape.
+    The first (cold) repeat is told apart from later (warm) ones: a prompt cache can change the
+    batch shape.
     """
-    by_prompt: dict[int, list[tuple[int, int]]] = {}
+
+    compared: int = 0
+    identical: int = 0
+    warm_compared: int = 0
+    warm_identical: int = 0
+    unstable: frozenset[int] = frozenset()
+
+
+def self_agreement(answers: dict[Pair, Answer]) -> Agreement:
+    """Each repeat of a prompt against its first one, and the warm ones against the first warm one."""
+    by_prompt: dict[int, list[Pair]] = {}
     for pair in sorted(answers):
         by_prompt.setdefault(pair[0], []).append(pair)
-    result = {"compared": 0, "identical": 0, "warm_compared": 0, "warm_identical": 0}
+    compared = identical = warm_compared = warm_identical = 0
     unstable = set()
     for prompt, (first, *later) in by_prompt.items():
-        warm = next((pair for pair in (first, *later) if pair[1] > 0), first)
+        cold = answers[first].texts
+        warm = first if first[1] > 0 or not later else later[0]
         for pair in later:
-            texts, cold = answers[pair].texts, answers[first].texts
+            texts = answers[pair].texts
             if not any(texts + cold):
                 continue  # two empty answers are no evidence
-            result["compared"] += 1
-            result["identical"] += texts == cold
+            compared += 1
+            identical += texts == cold
             if texts != cold:
                 unstable.add(prompt)
             if pair != warm:
-                result["warm_compared"] += 1
-                result["warm_identical"] += texts == answers[warm].texts
-    return result, unstable
+                warm_compared += 1
+                warm_identical += texts == answers[warm].texts
+    return Agreement(compared, identical, warm_compared, warm_identical, frozenset(unstable))
 
 
-def divergence(reading: Reading, own: Answer, other: Answer, unstable: bool) -> Optional[JSON]:
-    """How the other server's answer differs from the baseline's `own`, as a JSON object; None where they agree."""
+def divergence(
+    reading: Reading, own: Answer, other: Answer, unstable: bool
+) -> Optional[Divergence]:
+    """How the other server's answer differs from the baseline's `own`; None where they agree."""
     for where in ("content", "reasoning"):
         found = first_difference(getattr(own, where), getattr(other, where))
         if found is None:
             continue
-        kind = "baseline-is-prefix" if not found.baseline_tail else "different"
-        kind = "speculative-is-prefix" if not found.speculative_tail else kind
-        counts = own.completion_tokens, other.completion_tokens
+        kind = difference_class(found)
+        counts_agree = own.completion_tokens == other.completion_tokens is not None
         return {
             "prompt_index": reading.prompt_index,
             "prompt_id": reading.prompt_id,
@@ -2885,58 +2933,73 @@ def divergence(reading: Reading, own: Answer, other: Answer, unstable: bool) -> 
             "speculative_tail": found.speculative_tail,
             "baseline_finish_reason": own.finish_reason,
             "speculative_finish_reason": other.finish_reason,
-            "baseline_tokens": counts[0],
-            "speculative_tokens": counts[1],
-            # a text that stops early under an equal count: tokens were counted that were never delivered
-            "count_suspicious": kind.endswith("prefix") and counts[0] == counts[1] is not None,
+            "baseline_tokens": own.completion_tokens,
+            "speculative_tokens": other.completion_tokens,
+            # a text that stops early under an equal count: tokens were counted that never came
+            "count_suspicious": kind.endswith("prefix") and counts_agree,
             "triage": None,
         }
     return None
 
 
-def compare_texts(
-    baseline: Run, candidate: Run, triage: JSON, workload: Optional[str] = None
-) -> JSON:
-    """The comparison of texts of one workload or of all, pair by pair; `triage` maps prompt indices to findings."""
-    theirs = candidate.answers(workload)
-    baseline_self, unstable = self_agreement(baseline.answers(workload))
-    candidate_self, _ = self_agreement(theirs)
-    result: JSON = {
-        **dict.fromkeys(
-            ("compared", "identical", "divergent", "empty", "failed", "unstable", "counts_differ"),
-            0,
-        ),
-        "baseline_self": baseline_self,
-        "speculative_self": candidate_self,
-        "divergences": [],
-    }
+def difference_class(found: Difference) -> str:
+    """Whether one text only ends sooner, or they say different things."""
+    if not found.speculative_tail:
+        return "speculative-is-prefix"
+    if not found.baseline_tail:
+        return "baseline-is-prefix"
+    return "different"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What became of the text, pair by pair: counts of pairs, and each pair that differs."""
+
+    compared: int = 0
+    identical: int = 0
+    empty: int = 0  # both empty: no evidence, never counted as identical
+    failed: int = 0  # a side is missing
+    counts_differ: int = 0  # identical texts with different token counts
+    divergences: tuple[Divergence, ...] = ()
+
+    @property
+    def unstable(self) -> int:
+        """Pairs that differ where the baseline disagrees with itself too."""
+        return sum(found["class"] == "unstable-baseline" for found in self.divergences)
+
+
+def compare_texts(baseline: Run, candidate: Run, unstable: Collection[int]) -> Texts:
+    """Pair by pair; `unstable` are the prompts on which the baseline disagrees with itself."""
+    theirs = candidate.answers()
+    compared = identical = empty = failed = counts_differ = 0
+    divergences = []
     for reading in baseline.readings:
         own, other = reading.answer, theirs.get(reading.pair)
-        if workload not in (None, reading.workload):
-            continue
         if own is None or other is None:
-            result["failed"] += 1
+            failed += 1
             continue
         if not any(own.texts + other.texts):
-            result["empty"] += 1
+            empty += 1
             continue
-        result["compared"] += 1
+        compared += 1
         found = divergence(reading, own, other, reading.prompt_index in unstable)
-        counts = {own.completion_tokens, other.completion_tokens} - {None}
-        if found is None:
-            result["identical"] += 1
-            result["counts_differ"] += len(counts) > 1
+        if found:
+            divergences.append(found)
             continue
-        result["divergent"] += 1
-        if found["class"] == "unstable-baseline":
-            result["unstable"] += 1
-        else:
-            found["triage"] = triage.get(str(reading.prompt_index))
-        result["divergences"].append(found)
-    return result
+        identical += 1
+        counts = {own.completion_tokens, other.completion_tokens} - {None}
+        counts_differ += len(counts) > 1
+    return Texts(
+        compared=compared,
+        identical=identical,
+        empty=empty,
+        failed=failed,
+        counts_differ=counts_differ,
+        divergences=tuple(divergences),
+    )
 
 
-UNKNOWN_GAP: JSON = {
+UNKNOWN_GAP: Triage = {
     "finding": "not-known",
     "gap_nats": None,
     "baseline_token": None,
@@ -2944,25 +3007,31 @@ UNKNOWN_GAP: JSON = {
 }
 
 
-def ask_for_gap(
-    baseline: Endpoint, prompt: Prompt, found: JSON, own: Answer, other: Answer
-) -> JSON:
-    """Triage: the baseline's own log probabilities at the first difference, by one more request to it.
+def unknown_gap(reason: str) -> Triage:
+    """Why the log probabilities do not tell."""
+    return {**UNKNOWN_GAP, "reason": reason}
 
-    Asked with its prompt cache as it is: a real server repeated its answer in 19 of 20 cases so, in 6 of 20 without.
+
+def ask_for_gap(
+    baseline: Endpoint, prompt: Prompt, found: Divergence, own: Answer, other: Answer
+) -> Triage:
+    """Triage: the baseline's own log probabilities at the first difference, by one more request.
+
+    Asked with its prompt cache as it is: a real server repeated its answer in 19 of 20 cases so,
+    in 6 of 20 without.
     """
     try:
-        body = _logprobs(baseline, prompt)
+        tokens = _logprobs(baseline, prompt)
     except RequestFailed as error:
-        return {**UNKNOWN_GAP, "reason": f"no log probabilities: {error}"}
-    text, rest = (getattr(answer, found["where"]).encode("utf-8") for answer in (own, other))
-    return as_dict(
-        scrubbed(gap_finding(body, text, rest, found["first_difference_at_byte"]), baseline.key)
-    )
+        return unknown_gap(f"no log probabilities: {error}")
+    text = getattr(own, found["where"]).encode("utf-8")
+    rest = getattr(other, found["where"]).encode("utf-8")
+    told = gap_finding(tokens, text, rest, found["first_difference_at_byte"])
+    return cast(Triage, scrubbed(told, baseline.key))
 
 
-def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
-    """The list of chosen tokens with their alternatives, as the server sends it."""
+def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[JSON]:
+    """The chosen tokens with their alternatives, as the server sends them."""
     extra = {"stream": False, "logprobs": True, "top_logprobs": 20}
     try:
         answer = loads(post_chat(endpoint, prompt.messages, extra, whole_body).decode())
@@ -2973,7 +3042,7 @@ def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[Any]:
     content = as_dict(first.get("logprobs")).get("content")
     if not isinstance(content, list) or not content:
         raise RequestFailed("the server sends none")
-    return content
+    return [as_dict(entry) for entry in content]
 
 
 def _token_bytes(entry: JSON) -> bytes:
@@ -2983,57 +3052,80 @@ def _token_bytes(entry: JSON) -> bytes:
     return str(entry.get("token") or "").encode("utf-8", "replace")
 
 
-def gap_finding(tokens: Sequence[Any], own: bytes, other: bytes, offset: int) -> JSON:
+def gap_finding(tokens: Sequence[JSON], own: bytes, other: bytes, offset: int) -> Triage:
     """near-tie, clear-preference or not-known, from the log probabilities of the baseline's answer `own`.
 
-    `offset` is the byte at which `other` differs.  The gap, in nats, lies between the baseline's token there and the
-    token with which the other text goes on; for one that is not listed it is at least the distance to the last listed.
+    `offset` is the byte at which `other` differs.  The gap, in nats, lies between the baseline's
+    token there and the token with which the other text goes on; for one that is not listed it is
+    at least the distance to the last listed.
     """
-    spelled = b"".join(_token_bytes(as_dict(entry)) for entry in tokens)
-    start, beginning = spelled.rfind(own), own[: offset + 1]
-    if start < 0 and (spelled.startswith(beginning) or spelled.count(beginning) == 1):
-        start = spelled.find(
-            beginning
-        )  # the answer went on differently behind the place: that does no harm
-    if start < 0:
-        return {**UNKNOWN_GAP, "reason": "its answer changed again"}
+    start = answer_start(b"".join(map(_token_bytes, tokens)), own, offset)
+    if start is None:
+        return unknown_gap("its answer changed again")
     at = -start  # reasoning comes before the content
-    for entry in map(as_dict, tokens):
+    for entry in tokens:
         size = len(_token_bytes(entry))
         if at + size > offset or (at == offset and size == 0):
-            return {**UNKNOWN_GAP, **_gap_at(entry, other[max(at, 0) :])}
+            return _gap_at(entry, other[max(at, 0) :])
         at += size
-    return {**UNKNOWN_GAP, "reason": "the baseline's answer ends there"}
+    return unknown_gap("the baseline's answer ends there")
 
 
-def _gap_at(entry: JSON, rest: bytes) -> JSON:
-    chosen, listed = as_number(entry.get("logprob")), entry.get("top_logprobs")
-    options = [as_dict(option) for option in listed] if isinstance(listed, list) else []
-    known = [(as_number(o.get("logprob")), o) for o in options]
-    ranked = sorted(
-        ((p, _token_bytes(o), str(o.get("token"))) for p, o in known if p is not None), reverse=True
-    )
+def answer_start(spelled: bytes, own: bytes, offset: int) -> Optional[int]:
+    """Where the answer begins in what its tokens spell; None where they spell another answer."""
+    start, beginning = spelled.rfind(own), own[: offset + 1]
+    if start < 0 and (spelled.startswith(beginning) or spelled.count(beginning) == 1):
+        # the answer went on differently behind the place: that does no harm
+        start = spelled.find(beginning)
+    return start if start >= 0 else None
+
+
+# An end token has no bytes, or is spelled like </s>.
+_END_TOKEN = re.compile(rb"(<[^<>\s]{1,40}>)?")
+
+
+def _gap_at(entry: JSON, rest: bytes) -> Triage:
+    """The gap between the token of this place and the one with which `rest` goes on."""
+    chosen, ranked = as_number(entry.get("logprob")), ranked_alternatives(entry)
     if chosen is None or not ranked:
-        return {"reason": "the server lists no alternatives"}
-    own = _token_bytes(entry)
-    ends = re.compile(rb"(<[^<>\s]{1,40}>)?")  # an end token has no bytes, or is spelled like </s>
-    matching = [
-        (p, token)
-        for p, raw, token in ranked
-        if raw != own and (raw and rest.startswith(raw) if rest else ends.fullmatch(raw))
-    ]
-    found: JSON = {"baseline_token": str(entry.get("token")), "at_least": not matching}
+        return unknown_gap("the server lists no alternatives")
+    matching = [option for option in ranked if goes_on(option, _token_bytes(entry), rest)]
+    found: Triage = {
+        **UNKNOWN_GAP,
+        "baseline_token": str(entry.get("token")),
+        "at_least": not matching,
+    }
     if matching:
-        gap, found["speculative_token"] = chosen - matching[0][0], matching[0][1]
+        gap = chosen - matching[0][0]
+        found["speculative_token"] = matching[0][2]
     else:
         gap = chosen - ranked[-1][0]
         if gap <= NEAR_TIE_NATS:
-            return {**found, "reason": "the other server's token is not among those listed"}
-    return {
-        **found,
-        "gap_nats": gap,
-        "finding": "near-tie" if abs(gap) <= NEAR_TIE_NATS else "clear-preference",
-    }
+            reason = "the other server's token is not among those listed"
+            return {**found, "reason": reason}
+    near = abs(gap) <= NEAR_TIE_NATS
+    return {**found, "gap_nats": gap, "finding": "near-tie" if near else "clear-preference"}
+
+
+def ranked_alternatives(entry: JSON) -> list[tuple[float, bytes, str]]:
+    """(log probability, bytes, token) of each alternative that can be read, likeliest first."""
+    listed = entry.get("top_logprobs")
+    known = []
+    for option in map(as_dict, listed if isinstance(listed, list) else []):
+        logprob = as_number(option.get("logprob"))
+        if logprob is not None:
+            known.append((logprob, _token_bytes(option), str(option.get("token"))))
+    return sorted(known, reverse=True)
+
+
+def goes_on(option: tuple[float, bytes, str], own: bytes, rest: bytes) -> bool:
+    """Whether the other text goes on, or ends, with this alternative."""
+    raw = option[1]
+    if raw == own:
+        return False
+    if not rest:
+        return _END_TOKEN.fullmatch(raw) is not None
+    return bool(raw) and rest.startswith(raw)
 
 
 # ---- comparison ---------------------------------------------------------------------------------
@@ -3041,7 +3133,7 @@ def _gap_at(entry: JSON, rest: bytes) -> JSON:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What is known of an arm's drafts in one workload or in all."""
+    """What is known of an arm's drafts."""
 
     acceptance: Optional[Acceptance]
     growth: Growth
@@ -3050,78 +3142,71 @@ class Drafts:
     @property
     def seen(self) -> Optional[bool]:
         """Whether the server drafted at all; None where nothing tells."""
-        counts = (
-            (self.acceptance.steps, self.acceptance.drafted, self.acceptance.accepted)
-            if self.acceptance
-            else ()
-        )
+        if self.acceptance is None:
+            return None
+        counts = (self.acceptance.steps, self.acceptance.drafted, self.acceptance.accepted)
         known = [count for count in counts if count is not None]
         return any(known) if known else None
 
-    def record(self) -> Optional[JSON]:
-        """The `acceptance` of the records."""
-        return acceptance_record(self.acceptance)
 
-
-def drafts_of(run: Run, workload: Optional[str] = None) -> Drafts:
+def drafts_of(run: Run) -> Drafts:
     """Acceptance from the answers, completed by the counters where both speak of the same answers."""
-    answers = run.answers(workload).values()
-    blocks = [block for block in run.counted if workload in (None, block.workload)]
-    growth = added_growth(
-        [block_growth(block.before, block.after, block.tokens) for block in blocks]
-    )
-    tokens = sum_known(answer.completion_tokens for answer in answers)
-    count = sum(answer.completion_tokens != 0 for answer in answers)
-    told = added_acceptance(
-        [found for answer in answers if (found := acceptance_of_answer(answer.statistics))]
-    )
-    block_tokens, block_answers = (
-        sum_known(block.tokens for block in blocks),
-        sum(block.answers for block in blocks),
-    )
+    answers = run.answers().values()
+    growth = added_growth([block_growth(b.before, b.after, b.tokens) for b in run.counted])
+    block_answers = sum(block.answers for block in run.counted)
     counted = acceptance_of_counters(growth, block_answers)
-    timed = [
-        as_count(as_dict(answer.statistics.get("timings")).get("predicted_n")) or 0
-        for answer in answers
-    ]
-    if told is None and counted is None and timed and min(timed) > 1:
-        # timings without draft fields: engines that have the fields leave them out where nothing was drafted
-        told = Acceptance("timings", None, 0, 0)
-    if told:
-        best, disagreement = joined_acceptance(told, counted if block_answers == count else None)
-        return Drafts(best and replace(best, tokens=tokens, answers=count), growth, disagreement)
+    told = acceptance_told(answers, is_counted=counted is not None)
+    if told is not None:
+        with_tokens = sum(answer.completion_tokens != 0 for answer in answers)
+        speaks_of_these = block_answers == with_tokens
+        best, disagreement = joined_acceptance(told, counted if speaks_of_these else None)
+        tokens = sum_known(answer.completion_tokens for answer in answers)
+        of_answers = best and replace(best, tokens=tokens, answers=with_tokens)
+        return Drafts(of_answers, growth, disagreement)
+    if counted is None:
+        return Drafts(None, growth)
+    tokens = sum_known(block.tokens for block in run.counted)
     if run.conditions["shared_server"] and run.conditions["arm_extras"]:
-        block_tokens = None  # the drafts are of this arm alone, the tokens of another arm too
-    return Drafts(counted and replace(counted, tokens=block_tokens, answers=block_answers), growth)
+        tokens = None  # the drafts are of this arm alone, the tokens of another arm too
+    return Drafts(replace(counted, tokens=tokens, answers=block_answers), growth)
+
+
+def acceptance_told(answers: Collection[Answer], is_counted: bool) -> Optional[Acceptance]:
+    """The acceptance that the answers themselves tell, summed; None where they tell none."""
+    found = [acceptance_of_answer(answer.statistics) for answer in answers]
+    told = added_acceptance([each for each in found if each is not None])
+    if told is None and not is_counted and answers:
+        timed = [as_dict(answer.statistics.get("timings")) for answer in answers]
+        if all((as_count(timings.get("predicted_n")) or 0) > 1 for timings in timed):
+            # engines that have the draft fields leave them out where nothing was drafted
+            return Acceptance("timings", None, 0, 0)
+    return told
 
 
 def in_common(runs: Sequence[Run]) -> list[Run]:
     """The runs, each knowing what all of them completed: the speeds are made of that."""
-    pairs, blocks = frozenset.intersection(*(frozenset(run.answers()) for run in runs)), None
+    pairs = frozenset.intersection(*(frozenset(run.answers()) for run in runs))
+    blocks = None
     if all(run.conditions["concurrency"] > 1 for run in runs):
-        blocks = frozenset.intersection(
-            *(
-                frozenset((c.workload, c.repeat) for c in run.counted if not c.failed and c.answers)
-                for run in runs
-            )
-        )
+        blocks = frozenset.intersection(*(whole_blocks(run) for run in runs))
     return [replace(run, pairs=pairs, blocks=blocks) for run in runs]
 
 
-def spread_of(values: Sequence[float]) -> Optional[JSON]:
-    """{p50, mean, max} of times in seconds, None where there are none."""
-    if not values:
-        return None
-    return {"p50": median(values), "mean": math.fsum(values) / len(values), "max": max(values)}
+def whole_blocks(run: Run) -> frozenset[BlockKey]:
+    """The blocks in which every request of this arm was answered."""
+    return frozenset(block.key for block in run.counted if not block.failed and block.answers)
 
 
 class Unit(NamedTuple):
-    """One measured speed: of a pair, in the group of its prompt; under load of a block, a group of its own."""
+    """One measured speed: of a pair, in the group of its prompt; under load of a block alone."""
 
-    group: Any
+    group: Hashable
     tokens: Optional[int]
     seconds: Optional[float]
     clock: Optional[str] = None
+
+
+Units = dict[Hashable, Unit]
 
 
 def clock_of(source: Optional[str]) -> str:
@@ -3129,36 +3214,53 @@ def clock_of(source: Optional[str]) -> str:
     return (source or "none").partition("-")[0]
 
 
-def units_of(run: Run, workload: Optional[str] = None, decode: bool = False) -> dict[Any, Unit]:
-    """What the speeds of this arm are made of: the pairs, or under load the blocks, that all arms completed."""
-    if run.blocks is not None and not decode:
-        return {
-            key: Unit(key, c.tokens, c.elapsed_s)
-            for c in run.counted
-            if (key := (c.workload, c.repeat)) in run.blocks and workload in (None, c.workload)
-        }
+def units_of(run: Run) -> Units:
+    """What this arm's speed is made of: the pairs, or under load the blocks, of all arms."""
+    if run.blocks is not None:
+        blocks = [block for block in run.counted if block.key in run.blocks]
+        return {block.key: Unit(block.key, block.tokens, block.elapsed_s) for block in blocks}
     return {
-        pair: Unit(pair[0], answer.decode_tokens, answer.decode_s, clock_of(answer.decode_source))
-        if decode
-        else Unit(pair[0], answer.completion_tokens, answer.latency_s)
-        for pair, answer in run.shared(workload).items()
+        pair: Unit(pair[0], answer.completion_tokens, answer.latency_s)
+        for pair, answer in run.shared().items()
     }
 
 
-def log_rates(
-    units: dict[Any, Unit], against: Optional[dict[Any, Unit]] = None
-) -> list[list[float]]:
-    """ln tokens/s of each group's units, or ln of their ratio to the same units of another arm (same clocks only)."""
-    groups: dict[Any, list[float]] = {}
-    for key, unit in units.items():
-        other = against.get(key) if against is not None else Unit(None, 1, 1.0, unit.clock)
-        rate, base = (
-            ratio_of(unit.tokens, unit.seconds),
-            ratio_of(other.tokens, other.seconds) if other else None,
-        )
-        if rate and base and other and other.clock == unit.clock:
+def decode_units_of(run: Run) -> Units:
+    """The same for decoding alone, which is timed in each answer, under load too."""
+    return {
+        pair: Unit(pair[0], answer.decode_tokens, answer.decode_s, clock_of(answer.decode_source))
+        for pair, answer in run.shared().items()
+    }
+
+
+def log_rates(units: Units) -> list[list[float]]:
+    """ln tokens/s of the units, by group."""
+    groups: dict[Hashable, list[float]] = {}
+    for unit in units.values():
+        rate = ratio_of(unit.tokens, unit.seconds)
+        if rate:
+            groups.setdefault(unit.group, []).append(math.log(rate))
+    return list(groups.values())
+
+
+def log_ratios(baseline: Units, candidate: Units) -> list[list[float]]:
+    """ln(candidate tokens/s) - ln(baseline tokens/s), by group, where both had one kind of clock."""
+    groups: dict[Hashable, list[float]] = {}
+    for key, unit in candidate.items():
+        other = baseline.get(key)
+        if other is None or other.clock != unit.clock:
+            continue
+        rate, base = ratio_of(unit.tokens, unit.seconds), ratio_of(other.tokens, other.seconds)
+        if rate and base:
             groups.setdefault(unit.group, []).append(math.log(rate) - math.log(base))
     return list(groups.values())
+
+
+def spread_of(values: Sequence[float]) -> Optional[Spread]:
+    """p50, mean and max of times in seconds, None where there are none."""
+    if not values:
+        return None
+    return {"p50": median(values), "mean": math.fsum(values) / len(values), "max": max(values)}
 
 
 @dataclass(frozen=True)
@@ -3169,145 +3271,80 @@ class Figures:
     decode_tokens_per_s: Optional[float]
     decode_source: Optional[str]
     wall_s: float
-    latency_s: Optional[JSON]
-    ttft_s: Optional[JSON]
+    latency_s: Optional[Spread]
+    ttft_s: Optional[Spread]
 
 
-def figures_of(run: Run, workload: Optional[str] = None) -> Figures:
+def figures_of(run: Run, units: Units, decode_units: Units) -> Figures:
     """tokens/s = tokens / time inside the requests; under load, tokens / elapsed time of the blocks."""
-    units, answers = units_of(run, workload).values(), run.shared(workload).values()
-    timed = [
-        unit
-        for unit in units_of(run, workload, decode=True).values()
-        if unit.tokens and unit.seconds
-    ]
+    answers = run.shared().values()
+    wall_s = math.fsum(unit.seconds or 0.0 for unit in units.values())
     sources = {answer.decode_source for answer in answers if answer.decode_source}
-    wall_s = math.fsum(unit.seconds or 0.0 for unit in units)
-    decode = ratio_of(
-        sum(unit.tokens or 0 for unit in timed), math.fsum(unit.seconds or 0.0 for unit in timed)
-    )
+    source = sources.pop() if len(sources) == 1 else None
     return Figures(
-        ratio_of(sum_known(unit.tokens for unit in units), wall_s),
-        decode if len(sources) == 1 else None,
-        sources.pop() if len(sources) == 1 else None,
-        wall_s,
-        spread_of([answer.latency_s for answer in answers]),
-        spread_of([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
+        tokens_per_s=ratio_of(sum_known(unit.tokens for unit in units.values()), wall_s),
+        decode_tokens_per_s=decode_rate(decode_units) if source else None,
+        decode_source=source,
+        wall_s=wall_s,
+        latency_s=spread_of([answer.latency_s for answer in answers]),
+        ttft_s=spread_of([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
     )
 
 
-def log_ratios(
-    baseline: Run, candidate: Run, workload: Optional[str] = None, decode: bool = False
-) -> list[list[float]]:
-    """ln(candidate tokens/s) - ln(baseline tokens/s): a list of repeats for each prompt, or for each pair of blocks."""
-    return log_rates(units_of(candidate, workload, decode), units_of(baseline, workload, decode))
+def decode_rate(units: Units) -> Optional[float]:
+    """Tokens per second of decoding, over the answers that tell both."""
+    timed = [unit for unit in units.values() if unit.tokens and unit.seconds]
+    seconds = math.fsum(unit.seconds or 0.0 for unit in timed)
+    return ratio_of(sum(unit.tokens or 0 for unit in timed), seconds)
 
 
-def finding(name: str, detail: str, **numbers: Any) -> JSON:
-    """One line of the audit."""
-    return {"finding": name, "detail": detail, **numbers}
+@dataclass(frozen=True)
+class Arm:
+    """A run with what follows from it, each found once; `parts` are the same by kind of work."""
+
+    run: Run
+    drafts: Drafts
+    acceptance: Optional[AcceptanceRecord]
+    units: Units
+    decode_units: Units
+    figures: Figures
+    agreement: Agreement
+    findings: tuple[Finding, ...] = ()
+    parts: dict[str, Arm] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """baseline, speculative, or the candidate's own name."""
+        return self.run.arm
+
+    @property
+    def conditions(self) -> Conditions:
+        """What was said about this arm beside its readings."""
+        return self.run.conditions
 
 
-DISTURBANCES = ("foreign-traffic", "counter-reset")
+def arm_from(run: Run) -> Arm:
+    """A run with all that follows from it, by kind of work too."""
+    workloads = workloads_of(run)
+    whole = part_from(run)
+    parts = {name: part_from(run.only(name)) for name in workloads if len(workloads) > 1}
+    if len(workloads) == 1:
+        parts = {workloads[0]: whole}
+    return replace(whole, parts=parts, findings=tuple(arm_findings(run, whole)))
 
 
-def arm_findings(run: Run) -> Iterator[JSON]:
-    """What must be known about one arm before its figures are believed."""
-    yield from run.conditions["findings"]
-    drafts, answers = drafts_of(run), run.answers().values()
-    growth, acceptance = drafts.growth, drafts.acceptance
-    whole = counter_growth(run.counted[0].before, run.counted[-1].after) if run.counted else growth
-    if growth.reset or whole.reset:
-        yield finding(
-            "counter-reset",
-            f"{whole.void or growth.void}; its figures and its cache are of two servers",
-        )
-    elif growth.samples is None and not any(
-        f["finding"] == "metrics-unavailable" for f in run.conditions["findings"]
-    ):
-        unread = (
-            "interrupted before the counters were read"
-            if run.interrupted
-            else "no metrics were read"
-        )
-        yield finding("metrics-unavailable", (run.counted and growth.void) or unread)
-    elif acceptance is None and spec_delta(growth):
-        yield finding(
-            "metrics-unavailable",
-            "the page has speculation counters of an unknown kind; no rate is made of them",
-        )
-    if drafts.disagreement:
-        yield finding("sources-disagree", drafts.disagreement + "; the answers are believed")
-    rate = (drafts.record() or {}).get("rate")
-    if rate is not None and rate > 1:
-        words = f"more tokens accepted than drafted (rate {rate:.3f}): a server's count is wrong"
-        yield finding("rate-above-one", words, rate=rate)
-    if extra := _foreign_tokens(run):
-        words = f"the server generated {extra} tokens more than this program received: another client used it, so "
-        yield finding(
-            "foreign-traffic",
-            words + "speeds, counters and text may be disturbed",
-            foreign_tokens=extra,
-        )
-    if acceptance is None and (mean := run.conditions["server"].get("lifetime_accept_length")):
-        words = f"acceptance is told only as a mean since the server's start ({mean:.2f} tokens per step); it is not "
-        yield finding("lifetime-only", words + "of this run", mean_length=mean)
-    if peak := max((c.waiting or 0.0 for c in run.counted), default=0.0):
-        words = (
-            f"up to {plural(round(peak), 'request')} queued at the server: it holds fewer at once than "
-            f"{run.conditions['concurrency']}, so this level measures the queue"
-        )
-        yield finding("queueing", words, waiting=peak)
-    for name, count, words in (
-        (
-            "undecodable-text",
-            sum(answer.undecodable for answer in answers),
-            "answers held bytes that are no UTF-8, shown as U+FFFD",
-        ),
-        (
-            "usage-missing",
-            sum(answer.completion_tokens is None for answer in answers),
-            "answers came without a token count of their own; rates are left out, never guessed",
-        ),
-        (
-            "waited",
-            sum(reading.waited_s > 0 for reading in run.readings),
-            "requests had to wait for a 503 or 429 first (not timed)",
-        ),
-    ):
-        if count:
-            yield finding(name, f"{count} {words}", count=count)
-    if run.interrupted:
-        yield finding(
-            "interrupted", f"interrupted after {plural(len(run.readings), 'request')} of this arm"
-        )
-
-
-def _foreign_tokens(run: Run) -> Optional[int]:
-    """How many tokens more were generated than received; None where it cannot be known, or where it is too little."""
-    received = sum_known(block.tokens for block in run.counted)
-    if (
-        not run.counted
-        or received is None
-        or run.interrupted
-        or any(not r.answer for r in run.readings)
-    ):
-        return None
-    whole = counter_growth(run.counted[0].before, run.counted[-1].after)
-    if run.conditions["shared_server"]:  # between this arm's blocks the other arm used it
-        whole = added_growth([counter_growth(block.before, block.after) for block in run.counted])
-    generated = generated_tokens(whole)
-    if generated is None or generated <= received * (1 + FOREIGN_SHARE):
-        return None
-    return round(generated - received)
-
-
-def spec_gauges(run: Run) -> Optional[JSON]:
-    """Speculation gauges as last read: never differenced, since they are means of a time that is not this run's."""
-    samples = run.counted[-1].after.samples if run.counted else None
-    if samples is None:
-        return None
-    return _by_series(s for s in samples if not is_counter(s) and not s.name.endswith("_created"))
+def part_from(run: Run) -> Arm:
+    """The same without findings, which are about whole runs."""
+    drafts, units, decode_units = drafts_of(run), units_of(run), decode_units_of(run)
+    return Arm(
+        run=run,
+        drafts=drafts,
+        acceptance=acceptance_record(drafts.acceptance),
+        units=units,
+        decode_units=decode_units,
+        figures=figures_of(run, units, decode_units),
+        agreement=self_agreement(run.answers()),
+    )
 
 
 def workloads_of(run: Run) -> list[str]:
@@ -3315,238 +3352,949 @@ def workloads_of(run: Run) -> list[str]:
     return list(dict.fromkeys(prompt["workload"] for prompt in run.conditions["prompts"]))
 
 
-def explanation(
-    baseline: Figures, candidate: Figures, drafts: Drafts, fit: Optional[JSON] = None
-) -> JSON:
-    """Why it pays or not: tokens per target step L against the cost of a step X, alpha against the alpha needed.
+def finding(name: str, detail: str, **numbers: Any) -> Finding:
+    """One line of the audit; KeyError for a name that FINDINGS does not list."""
+    FINDINGS[name]
+    return cast(Finding, {"finding": name, "detail": detail, **numbers})
 
-    X = speculative decode seconds per target step / baseline decode seconds per token, so L / X is the measured
-    decode ratio by construction; c = (X - 1) / drafts per target step.
+
+def arm_findings(run: Run, arm: Arm) -> Iterator[Finding]:
+    """What must be known about one arm before its figures are believed."""
+    yield from run.conditions["findings"]
+    yield from counter_findings(run, arm.drafts)
+    yield from acceptance_findings(run, arm)
+    yield from traffic_findings(run)
+    yield from answer_findings(run)
+    if run.interrupted:
+        requests = plural(len(run.readings), "request")
+        yield finding("interrupted", f"interrupted after {requests} of this arm")
+
+
+def counter_findings(run: Run, drafts: Drafts) -> Iterator[Finding]:
+    """Where the counters could not be used."""
+    growth = whole = drafts.growth
+    if run.counted:
+        whole = counter_growth(run.counted[0].before, run.counted[-1].after)
+    known = {entry["finding"] for entry in run.conditions["findings"]}
+    if growth.reset or whole.reset:
+        words = f"{whole.void or growth.void}; its figures and its cache are of two servers"
+        yield finding("counter-reset", words)
+    elif growth.samples is None and "metrics-unavailable" not in known:
+        unread = "no metrics were read"
+        if run.interrupted:
+            unread = "interrupted before the counters were read"
+        yield finding("metrics-unavailable", (run.counted and growth.void) or unread)
+    elif drafts.acceptance is None and spec_delta(growth):
+        words = "the page has speculation counters of an unknown kind; no rate is made of them"
+        yield finding("metrics-unavailable", words)
+    if drafts.disagreement:
+        yield finding("sources-disagree", drafts.disagreement + "; the answers are believed")
+
+
+def acceptance_findings(run: Run, arm: Arm) -> Iterator[Finding]:
+    """Where the acceptance cannot be, or is not of this run."""
+    rate = arm.acceptance["rate"] if arm.acceptance else None
+    if rate is not None and rate > 1:
+        words = f"more tokens accepted than drafted (rate {rate:.3f}): a server's count is wrong"
+        yield finding("rate-above-one", words, rate=rate)
+    lifetime = run.conditions["server"].get("lifetime_accept_length")
+    if arm.acceptance is None and lifetime:
+        words = (
+            "acceptance is told only as a mean since the server's start "
+            f"({lifetime:.2f} tokens per step); it is not of this run"
+        )
+        yield finding("lifetime-only", words, mean_length=lifetime)
+
+
+def traffic_findings(run: Run) -> Iterator[Finding]:
+    """Whom else the server worked for, and whether requests queued."""
+    extra = foreign_tokens(run)
+    if extra:
+        words = (
+            f"the server generated {extra} tokens more than this program received: another client "
+            "used it, so speeds, counters and text may be disturbed"
+        )
+        yield finding("foreign-traffic", words, foreign_tokens=extra)
+    peak = max((block.waiting or 0.0 for block in run.counted), default=0.0)
+    if peak:
+        words = (
+            f"up to {plural(round(peak), 'request')} queued at the server: it holds fewer at once "
+            f"than {run.conditions['concurrency']}, so this level measures the queue"
+        )
+        yield finding("queueing", words, waiting=peak)
+
+
+def answer_findings(run: Run) -> Iterator[Finding]:
+    """What was odd about the answers of one arm."""
+    answers = run.answers().values()
+    undecodable = sum(answer.undecodable for answer in answers)
+    uncounted = sum(answer.completion_tokens is None for answer in answers)
+    waited = sum(reading.waited_s > 0 for reading in run.readings)
+    rates = "rates are left out, never guessed"
+    for name, count, words in (
+        ("undecodable-text", undecodable, "answers held bytes that are no UTF-8, shown as U+FFFD"),
+        ("usage-missing", uncounted, f"answers came without a token count of their own; {rates}"),
+        ("waited", waited, "requests had to wait for a 503 or 429 first (not timed)"),
+    ):
+        if count:
+            yield finding(name, f"{count} {words}", count=count)
+
+
+def foreign_tokens(run: Run) -> Optional[int]:
+    """How many tokens more were generated than received; None where unknown, or where too few."""
+    received = sum_known(block.tokens for block in run.counted)
+    failed = any(reading.answer is None for reading in run.readings)
+    if not run.counted or received is None or run.interrupted or failed:
+        return None
+    whole = counter_growth(run.counted[0].before, run.counted[-1].after)
+    if run.conditions["shared_server"]:  # between this arm's blocks the other arm used it
+        whole = added_growth([counter_growth(b.before, b.after) for b in run.counted])
+    generated = generated_tokens(whole)
+    if generated is None or generated <= received * (1 + FOREIGN_SHARE):
+        return None
+    return round(generated - received)
+
+
+def spec_gauges(run: Run) -> Optional[dict[str, float]]:
+    """Speculation gauges as last read: never differenced, being means of a time that is not this run's."""
+    samples = run.counted[-1].after.samples if run.counted else None
+    if samples is None:
+        return None
+    gauges = [s for s in samples if not is_counter(s) and not s.name.endswith("_created")]
+    return _by_series(gauges)
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why drafting pays or not, in decode terms; None for what is unknown.
+
+    L tokens per target step, X the cost of a step and c that of a draft token in target steps.
     """
-    result: JSON = {
-        "applies": "no-acceptance",
-        **dict.fromkeys(
-            (
-                "alpha",
-                "alpha_needed",
-                "tokens_per_step",
-                "step_cost",
-                "draft_cost",
-                "chain",
-                "best_chain",
-                "predicted",
-            )
-        ),
-        "fit": fit,
-    }
-    acceptance, record = drafts.acceptance, drafts.record()
-    if acceptance is None or record is None or not drafts.seen:
-        return result
-    length, alpha = record["tokens_per_target_step"], record["alpha"]
-    same_clock = clock_of(baseline.decode_source) == clock_of(candidate.decode_source)
-    pace = (
-        ratio_of(baseline.decode_tokens_per_s, candidate.decode_tokens_per_s)
-        if same_clock
-        else None
-    )
-    cost = pace * length if pace is not None and length is not None else None
-    per_step, chain = (
-        ratio_of(acceptance.drafted, target_steps(acceptance)),
-        fixed_chain(acceptance),
-    )
-    draft_cost = ratio_of(cost - 1, per_step) if cost is not None else None
-    result.update(
-        alpha=alpha,
+
+    applies: str  # "alpha", "any", "cannot-pay", "varying-chain" or "no-acceptance"
+    alpha: Optional[float] = None
+    alpha_needed: Optional[float] = None
+    tokens_per_step: Optional[float] = None
+    step_cost: Optional[float] = None
+    draft_cost: Optional[float] = None
+    per_step: Optional[float] = None  # draft tokens per target step
+    chain: Optional[float] = None  # mean draft length
+    fixed: Optional[int] = None  # k, where every draft had it
+
+
+def why_of(baseline: Arm, candidate: Arm) -> Why:
+    """Tokens per target step L against the cost of a step X, alpha against the alpha needed.
+
+    X = speculative decode seconds per target step / baseline decode seconds per token, so L / X is
+    the measured decode ratio by construction; c = (X - 1) / draft tokens per target step.
+    """
+    acceptance, record = candidate.drafts.acceptance, candidate.acceptance
+    if acceptance is None or record is None or not candidate.drafts.seen:
+        return Why("no-acceptance")
+    length = record["tokens_per_target_step"]
+    cost = step_cost(baseline.figures, candidate.figures, length)
+    per_step = ratio_of(acceptance.drafted, target_steps(acceptance))
+    fixed = fixed_chain(acceptance)
+    applies, needed = bar_of(fixed, cost)
+    return Why(
+        applies=applies,
+        alpha=record["alpha"],
+        alpha_needed=needed,
         tokens_per_step=length,
         step_cost=cost,
-        draft_cost=draft_cost,
-        chain=chain or ratio_of(acceptance.drafted, acceptance.steps) or per_step,
+        draft_cost=None if cost is None else ratio_of(cost - 1, per_step),
+        per_step=per_step,
+        chain=fixed or ratio_of(acceptance.drafted, acceptance.steps) or per_step,
+        fixed=fixed,
     )
-    if cost is None:
-        result["applies"] = "alpha" if chain else "varying-chain"
-        return result
-    if chain is None:
-        result["applies"], result["alpha_needed"] = (
-            ("any", 0.0) if cost <= 1 else ("varying-chain", None)
-        )
-        return result
-    result["applies"], result["alpha_needed"] = alpha_needed(chain, cost)
-    rates = record["per_position"] or (
-        [alpha ** (i + 1) for i in range(chain)] if alpha is not None else None
-    )
-    if rates and (fit or (draft_cost is not None and draft_cost >= 0)):
-        verifying, drafting = (
-            (fit["verification_cost"], fit["draft_cost"]) if fit else (1.0, draft_cost or 0.0)
-        )
-        rates = (list(rates) + [0.0] * chain)[:chain]
-        result["predicted"] = predicted_by_chain(
-            rates, lambda k: verifying + k * drafting, max(2 * chain, 2)
-        )
-        off = {"chain": 0, "predicted_speedup": 1.0, "extrapolated": False}
-        result["best_chain"] = max(
-            [off, *result["predicted"]], key=lambda entry: entry["predicted_speedup"]
-        )
-    return result
 
 
-def fit_of(explanations: Sequence[tuple[JSON, Optional[Acceptance]]]) -> Optional[JSON]:
-    """Verification and draft cost apart, from candidates with fixed chains of different length."""
-    fixed = [
-        (chain, per_step, told["step_cost"])
-        for told, found in explanations
-        if found
-        and told["step_cost"] is not None
-        and (chain := fixed_chain(found))
-        and (per_step := ratio_of(found.drafted, target_steps(found))) is not None
-    ]
-    points = [(per_step, cost) for _, per_step, cost in fixed]
-    costs = fitted_costs(points) if len({chain for chain, _, _ in fixed}) > 1 else None
-    if costs is None or costs[0] < PLAUSIBLE_VERIFICATION or costs[1] < 0:
+def step_cost(baseline: Figures, candidate: Figures, length: Optional[float]) -> Optional[float]:
+    """X: what a step of the drafting server takes, in steps of the plain one; same clocks only."""
+    if clock_of(baseline.decode_source) != clock_of(candidate.decode_source) or length is None:
         return None
-    return {"draft_cost": costs[1], "verification_cost": costs[0], "runs": len(points)}
+    pace = ratio_of(baseline.decode_tokens_per_s, candidate.decode_tokens_per_s)
+    return None if pace is None else pace * length
+
+
+def bar_of(fixed: Optional[int], cost: Optional[float]) -> tuple[str, Optional[float]]:
+    """(what applies, the alpha needed): only a fixed draft length has an alpha to break even at."""
+    if cost is None:
+        return ("alpha" if fixed else "varying-chain"), None
+    if fixed is not None:
+        return alpha_needed(fixed, cost)
+    return ("any", 0.0) if cost <= 1 else ("varying-chain", None)
+
+
+def fit_of(whys: Sequence[Why]) -> Optional[CostFit]:
+    """Verification and draft cost apart, from candidates with fixed chains of different length."""
+    points, chains = [], set()
+    for why in whys:
+        if why.fixed and why.per_step is not None and why.step_cost is not None:
+            points.append((why.per_step, why.step_cost))
+            chains.add(why.fixed)
+    costs = fitted_costs(points) if len(chains) > 1 else None
+    if costs is None:
+        return None
+    verifying, drafting = costs
+    if verifying < PLAUSIBLE_VERIFICATION or drafting < 0:
+        return None
+    return {"draft_cost": drafting, "verification_cost": verifying, "runs": len(points)}
+
+
+def predictions(
+    why: Why, acceptance: Optional[AcceptanceRecord], fit: Optional[CostFit]
+) -> Optional[list[ChainPrediction]]:
+    """The predicted speed-up of each draft length up to twice the measured one; None without costs."""
+    if why.fixed is None or why.step_cost is None or acceptance is None:
+        return None
+    rates = acceptance["per_position"]
+    if not rates and why.alpha is not None:
+        rates = [why.alpha ** (i + 1) for i in range(why.fixed)]
+    if fit:
+        verifying, drafting = fit["verification_cost"], fit["draft_cost"]
+    elif why.draft_cost is not None and why.draft_cost >= 0:
+        verifying, drafting = 1.0, why.draft_cost
+    else:
+        return None
+    if not rates:
+        return None
+    padding = [0.0] * why.fixed
+    rates = (list(rates) + padding)[: why.fixed]
+    longest = max(2 * why.fixed, 2)
+    return predicted_by_chain(rates, lambda k: verifying + k * drafting, longest)
+
+
+def best_prediction(predicted: Optional[list[ChainPrediction]]) -> Optional[ChainPrediction]:
+    """The fastest draft length, 0 for none."""
+    if predicted is None:
+        return None
+    off: ChainPrediction = {"chain": 0, "predicted_speedup": 1.0, "extrapolated": False}
+    return max([off, *predicted], key=lambda entry: entry["predicted_speedup"])
 
 
 def same_process(run: Run, other: Run) -> bool:
     """Whether two arms were one server, as `server_numbers` tells."""
-    return all(run.conditions[name] == other.conditions[name] for name in ("run_id", "host_number"))
+    a, b = run.conditions, other.conditions
+    return a["run_id"] == b["run_id"] and a["host_number"] == b["host_number"]
 
 
 def noise_check(run: Run, other: Run) -> bool:
-    """Whether two arms were one server that was asked the same: what differs between them is noise."""
-    return (
-        same_process(run, other) and run.conditions["arm_extras"] == other.conditions["arm_extras"]
-    )
+    """Whether two arms were one server that was asked the same: what differs is noise."""
+    same_request = run.conditions["arm_extras"] == other.conditions["arm_extras"]
+    return same_request and same_process(run, other)
 
 
-def pair_findings(baseline: Run, candidate: Run, drafts: Drafts, logs: Logs) -> Iterator[JSON]:
+def pair_findings(baseline: Arm, candidate: Arm, logs: Logs) -> Iterator[Finding]:
     """What must be known before the two arms are compared."""
-    a, b, same = baseline.conditions, candidate.conditions, noise_check(baseline, candidate)
-    if same_process(baseline, candidate):
-        words = (
-            "this measures the noise, not speculation"
-            if same
-            else ("only the request fields differ, and its counters are of both arms together")
-        )
-        yield finding("same-server", f"both arms are the same server: {words}", noise=same)
-    elif drafts_of(baseline).seen:
-        yield finding(
-            "baseline-drafting",
-            "the baseline server drafts too, so this is no comparison with plain decoding",
-        )
-    if drafts.seen is False and not same:
-        yield finding(
-            "not-drafting",
-            "speculation did not run: no draft was seen on the speculative server, so its "
-            "speed says nothing about speculation",
-        )
-    mine, theirs = (
-        sum_known(answer.cached_tokens for answer in run.shared().values())
-        for run in (baseline, candidate)
-    )
-    prompt = sum(answer.prompt_tokens or 0 for answer in baseline.shared().values())
-    if (
-        mine is not None
-        and theirs is not None
-        and not same
-        and abs(mine - theirs) > max(0.01 * prompt, 1)
-    ):
-        words = (
-            f"prompt tokens from the cache: baseline {mine}, {candidate.arm} {theirs}; restart both servers, or "
-            "switch the cache off (llama.cpp: --extra-body '{\"cache_prompt\": false}')"
-        )
-        yield finding("cache-differs", words, baseline=mine, speculative=theirs)
-    yield from server_differences(a, b)
-    yield from sample_findings(logs, under_load=a["concurrency"] > 1)
-    for run in (
-        baseline,
-        candidate,
-    ):  # these may be why texts differ, so they stand beside the comparison too
-        for entry in arm_findings(run):
+    noise = noise_check(baseline.run, candidate.run)
+    yield from drafting_findings(baseline, candidate, noise)
+    if not noise:
+        yield from cache_findings(baseline, candidate)
+    yield from server_differences(baseline.conditions, candidate.conditions)
+    yield from sample_findings(logs, under_load=baseline.conditions["concurrency"] > 1)
+    for arm in (baseline, candidate):  # these may be why texts differ, so they stand here too
+        for entry in arm.findings:
             if entry["finding"] in DISTURBANCES:
-                yield {**entry, "detail": f"{run.arm}: {entry['detail']}"}
-    if baseline.interrupted or candidate.interrupted:
-        yield finding("interrupted", "the measurement was interrupted; this is what was finished")
+                yield {**entry, "detail": f"{arm.name}: {entry['detail']}"}
+    if baseline.run.interrupted or candidate.run.interrupted:
+        words = "the measurement was interrupted; this is what was finished"
+        yield finding("interrupted", words)
 
 
-def server_differences(a: JSON, b: JSON) -> Iterator[JSON]:
+def drafting_findings(baseline: Arm, candidate: Arm, noise: bool) -> Iterator[Finding]:
+    """Where the two servers are one, or where the wrong one drafted."""
+    if same_process(baseline.run, candidate.run):
+        words = "only the request fields differ, and its counters are of both arms together"
+        if noise:
+            words = "this measures the noise, not speculation"
+        yield finding("same-server", f"both arms are the same server: {words}", noise=noise)
+    elif baseline.drafts.seen:
+        words = "the baseline server drafts too, so this is no comparison with plain decoding"
+        yield finding("baseline-drafting", words)
+    if candidate.drafts.seen is False and not noise:
+        words = (
+            "speculation did not run: no draft was seen on the speculative server, so its speed "
+            "says nothing about speculation"
+        )
+        yield finding("not-drafting", words)
+
+
+def cache_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
+    """Where one server had more of the prompts in its cache than the other."""
+    mine, theirs = (
+        sum_known(answer.cached_tokens for answer in arm.run.shared().values())
+        for arm in (baseline, candidate)
+    )
+    prompt = sum(answer.prompt_tokens or 0 for answer in baseline.run.shared().values())
+    if mine is None or theirs is None or abs(mine - theirs) <= max(0.01 * prompt, 1):
+        return
+    words = (
+        f"prompt tokens from the cache: baseline {mine}, {candidate.name} {theirs}; restart both "
+        "servers, or switch the cache off (llama.cpp: --extra-body '{\"cache_prompt\": false}')"
+    )
+    yield finding("cache-differs", words, baseline=mine, speculative=theirs)
+
+
+def server_differences(a: Conditions, b: Conditions) -> Iterator[Finding]:
     """Where the two servers differ in what they tell of themselves."""
-    for name, words, told in (
-        ("model-differs", "model", lambda side: side["model"]),
-        ("context-differs", "context length", lambda side: side["server"].get("context")),
-        ("quantization-differs", "quantization", lambda side: side["server"].get("quantization")),
+    builds = [f"{side['engine']} {side['engine_version']}" for side in (a, b)]
+    mine, theirs = a["server"], b["server"]
+    for name, words, own, other in (
+        ("model-differs", "model", a["model"], b["model"]),
+        ("context-differs", "context length", mine.get("context"), theirs.get("context")),
+        (
+            "quantization-differs",
+            "quantization",
+            mine.get("quantization"),
+            theirs.get("quantization"),
+        ),
         (
             "build-differs",
             "tensor parallel size",
-            lambda side: side["server"].get("tensor_parallel"),
+            mine.get("tensor_parallel"),
+            theirs.get("tensor_parallel"),
         ),
-        ("build-differs", "build", lambda side: f"{side['engine']} {side['engine_version']}"),
+        ("build-differs", "build", *builds),
     ):
-        mine, theirs = told(a), told(b)
-        if mine != theirs and mine is not None and theirs is not None:
-            yield finding(
-                name,
-                f"{words}: baseline {mine}, {b['arm']} {theirs}",
-                baseline=mine,
-                speculative=theirs,
-            )
+        if own != other and own is not None and other is not None:
+            detail = f"{words}: baseline {own}, {b['arm']} {other}"
+            yield finding(name, detail, baseline=own, speculative=other)
 
 
-def sample_findings(logs: Logs, under_load: bool) -> Iterator[JSON]:
+def sample_findings(logs: Logs, under_load: bool) -> Iterator[Finding]:
     """What the sample of prompts, or of pairs of blocks, does not allow to say."""
-    units = "pairs of blocks" if under_load else "prompts"
+    units, advice = "prompts", ""
+    if under_load:
+        units, advice = "pairs of blocks", "; --repeats adds pairs of blocks"
     if len(logs) < 2:
-        words = f"no interval: it takes at least two {units} measured on both servers"
-        yield finding(
-            "few-prompts",
-            words + "; --repeats adds pairs of blocks" * under_load,
-            prompts=len(logs),
-        )
-    elif len(logs) < FEW_PROMPTS:
-        words = f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow where kinds are mixed"
+        words = f"no interval: it takes at least two {units} measured on both servers{advice}"
         yield finding("few-prompts", words, prompts=len(logs))
-    if stalls := stall_count(logs):
+    elif len(logs) < FEW_PROMPTS:
+        words = (
+            f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow "
+            "where kinds are mixed"
+        )
+        yield finding("few-prompts", words, prompts=len(logs))
+    stalls = stall_count(logs)
+    if stalls:
         words = f"{stalls} repeats lie far from their prompt's median (kept in the figures)"
         yield finding("stalls", words, count=stalls)
 
 
-# ---- records and notebook -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class Comparison:
+    """One candidate against the baseline, each figure found once; `parts` by kind of work."""
+
+    baseline: Arm
+    candidate: Arm
+    logs: Logs
+    speed: Optional[Estimate]
+    verdict: Optional[str]  # None where nothing was drafted, so that nothing can be said
+    texts: Texts
+    why: Why
+    findings: tuple[Finding, ...] = ()
+    parts: dict[str, Comparison] = field(default_factory=dict)
 
 
-def endpoint_record(run: Run, label: str) -> JSON:
-    """What the lab notebook keeps of one arm; rates are over the pairs that all arms completed."""
-    about, request, figures, drafts = (
-        run.conditions,
-        run.conditions["request"],
-        figures_of(run),
-        drafts_of(run),
+def compare(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
+    """Everything that is said about a candidate beside the baseline, by kind of work too."""
+    whole = compare_part(baseline, candidate, min_gain)
+    one_kind = len(baseline.parts) == 1 and list(baseline.parts) == list(candidate.parts)
+    parts = {}
+    for name, mine in baseline.parts.items():
+        part = whole
+        if not one_kind:  # where --force compares other prompts, the candidate may lack this kind
+            other = candidate.parts.get(name) or part_from(candidate.run.only(name))
+            part = compare_part(mine, other, min_gain)
+        verdict = part.verdict if whole.verdict else None  # none where there is none on the whole
+        parts[name] = replace(part, verdict=verdict)
+    findings = tuple(pair_findings(baseline, candidate, whole.logs))
+    return replace(whole, parts=parts, findings=findings)
+
+
+def compare_part(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
+    """Speeds, verdict and texts of one kind of work, or of all."""
+    logs = log_ratios(baseline.units, candidate.units)
+    speed = over_prompts(logs)
+    idle = candidate.drafts.seen is False and not noise_check(baseline.run, candidate.run)
+    return Comparison(
+        baseline=baseline,
+        candidate=candidate,
+        logs=logs,
+        speed=speed,
+        verdict=None if idle else verdict_of(speed, min_gain),
+        texts=compare_texts(baseline.run, candidate.run, baseline.agreement.unstable),
+        why=why_of(baseline, candidate),
     )
-    answers = run.answers().values()
+
+
+@dataclass(frozen=True)
+class Level:
+    """One concurrency level: the arms in the order measured, and each candidate against the baseline.
+
+    Arms that completed nothing stay, as what is left of their failure; they are not compared.
+    """
+
+    arms: tuple[Arm, ...]
+    comparisons: tuple[Comparison, ...]
+
+
+def level_of(runs: Sequence[Run], min_gain: float) -> Level:
+    """What follows from the runs of one level."""
+    alive = [run for run in runs if run.answers()]
+    common = {run.arm: run for run in in_common(alive)} if alive else {}
+    arms = [arm_from(common.get(run.arm) or in_common([run])[0]) for run in runs]
+    compared = [arm for arm in arms if arm.name in common]
+    if not compared or compared[0].name != "baseline":
+        return Level(tuple(arms), ())
+    baseline, *candidates = compared
+    return Level(tuple(arms), tuple(compare(baseline, arm, min_gain) for arm in candidates))
+
+
+def best_of(comparisons: Sequence[Comparison]) -> Optional[Comparison]:
+    """The fastest candidate that drafted."""
+    ran = [
+        each
+        for each in comparisons
+        if each.speed and each.verdict and not noise_check(each.baseline.run, each.candidate.run)
+    ]
+    return max(ran, key=lambda each: each.speed.ratio if each.speed else 0.0, default=None)
+
+
+# ---- records, notebook --------------------------------------------------------------------------
+# What stands in the notebook and in run files, key by key.  JSON is checked against these shapes
+# once, where it is read (`misfit`); behind that line every key is there and of its type.  Times in
+# seconds, rates in tokens per second, shares from 0 to 1; None is unknown, never 0.
+
+
+class Spread(TypedDict):
+    """Times of requests, in seconds."""
+
+    p50: float
+    mean: float
+    max: float
+
+
+class Interval(TypedDict):
+    """A ratio with its interval, None where there is none, and the number of prompts it rests on."""
+
+    ratio: float
+    low: Optional[float]
+    high: Optional[float]
+    level: float
+    prompts: int
+
+
+class SpeedInterval(TypedDict):
+    """The same of a plain speed."""
+
+    tokens_per_s: float
+    low: Optional[float]
+    high: Optional[float]
+    level: float
+    prompts: int
+
+
+class AgainstBest(Interval):
+    """The paired ratio of a candidate to the fastest one."""
+
+    best: str
+
+
+class AcceptanceRecord(TypedDict):
+    """What became of the draft tokens."""
+
+    source: str
+    steps: Optional[int]
+    drafted: Optional[int]
+    accepted: Optional[int]
+    per_position: Optional[list[float]]
+    rate: Optional[float]
+    mean_length: Optional[float]
+    tokens_per_target_step: Optional[float]
+    alpha: Optional[float]
+
+
+class _NamedFinding(TypedDict):
+    finding: str
+    detail: str
+
+
+class Finding(_NamedFinding, total=False):
+    """One line of the audit, with the figures that it is about."""
+
+    baseline: object
+    count: int
+    fields: list[str]
+    foreign_tokens: int
+    mean_length: float
+    noise: bool
+    prompts: int
+    rate: float
+    requests: float
+    speculative: object
+    waiting: float
+
+
+class About(TypedDict, total=False):
+    """What a server tells of itself."""
+
+    cache_tokens: int
+    context: int
+    lifetime_accept_length: float
+    quantization: object
+    resident_bytes: int
+    slots: int
+    tensor_parallel: int
+
+
+class Host(TypedDict):
+    """The machine that measured, without its name."""
+
+    system: str
+    machine: str
+    python: str
+    cpus: Optional[int]
+
+
+class WorkloadFigures(TypedDict):
+    """One server's figures on one kind of work."""
+
+    workload: str
+    prompts: int
+    completed: int
+    output_tokens: Optional[int]
+    output_tokens_per_s: Optional[float]
+    decode_tokens_per_s: Optional[float]
+    latency_s: Optional[Spread]
+    ttft_s: Optional[Spread]
+    acceptance: Optional[AcceptanceRecord]
+
+
+class EndpointRecord(TypedDict):
+    """What the notebook keeps of one arm; rates are over the pairs that all arms completed."""
+
+    lab: str
+    schema: int
+    run_id: str
+    label: str
+    kind: str
+    base_url: str
+    model: str
+    engine: str
+    engine_version: str
+    max_tokens: object  # request fields are as the user set them
+    repeats: int
+    prompt_count: int
+    requests: int
+    completed: int
+    failed: int
+    first_error: Optional[str]
+    wall_s: float
+    latency_s: Optional[Spread]
+    ttft_s: Optional[Spread]
+    output_tokens: Optional[int]
+    output_tokens_per_s: Optional[float]
+    decode_tokens_per_s: Optional[float]
+    decode_source: Optional[str]
+    speed: Optional[SpeedInterval]
+    tokens_counted_by_server: bool
+    server_timings_sample: Optional[JSON]
+    spec_metrics_delta: Optional[dict[str, float]]
+    spec_metrics_gauges: Optional[dict[str, float]]
+    acceptance: Optional[AcceptanceRecord]
+    workloads: list[WorkloadFigures]
+    cached_tokens: Optional[int]
+    audit: list[Finding]
+    server: About
+    context: Optional[int]
+    seed: object
+    temperature: object
+    stream: bool
+    warmup: int
+    order: str
+    concurrency: int
+    interrupted: bool
+    prompts_sha256: str
+    simulated: bool
+    host: Host
+    tool_version: str
+    recorded_at: str
+
+
+class SelfAgreement(TypedDict):
+    """How often a server gave the same text again."""
+
+    compared: int
+    identical: int
+    warm_compared: int
+    warm_identical: int
+
+
+class _Gap(TypedDict):
+    finding: str
+    gap_nats: Optional[float]
+    baseline_token: Optional[str]
+    speculative_token: Optional[str]
+
+
+class Triage(_Gap, total=False):
+    """What the baseline's log probabilities say of a difference."""
+
+    at_least: bool
+    reason: str
+
+
+# A class cannot have a field named `class`.
+Divergence = TypedDict(
+    "Divergence",
+    {
+        "prompt_index": int,
+        "prompt_id": str,
+        "workload": str,
+        "repeat": int,
+        "where": str,
+        "class": str,
+        "first_difference_at_char": int,
+        "first_difference_at_byte": int,
+        "line": int,
+        "column": int,
+        "baseline_tail": str,
+        "speculative_tail": str,
+        "baseline_finish_reason": Optional[str],
+        "speculative_finish_reason": Optional[str],
+        "baseline_tokens": Optional[int],
+        "speculative_tokens": Optional[int],
+        "count_suspicious": bool,
+        "triage": Optional[Triage],
+    },
+)
+
+
+class TextCounts(TypedDict):
+    """How many pairs of texts agree."""
+
+    compared: int
+    identical: int
+    divergent: int
+    empty: int
+    failed: int
+    unstable: int
+    counts_differ: int
+    baseline_self: SelfAgreement
+    speculative_self: SelfAgreement
+
+
+class TextComparison(TextCounts):
+    """The same with the first of the pairs that differ."""
+
+    divergences: list[Divergence]
+
+
+class CostFit(TypedDict):
+    """Verification and draft cost, in target steps, fitted over so many candidates."""
+
+    draft_cost: float
+    verification_cost: float
+    runs: int
+
+
+class BreakEven(TypedDict):
+    """Why it pays or not: see `Why`."""
+
+    applies: str
+    alpha: Optional[float]
+    alpha_needed: Optional[float]
+    tokens_per_step: Optional[float]
+    step_cost: Optional[float]
+    draft_cost: Optional[float]
+    chain: Optional[float]
+    best_chain: Optional[ChainPrediction]
+    predicted: Optional[list[ChainPrediction]]
+    fit: Optional[CostFit]
+
+
+class Compared(TypedDict):
+    """The figures that a comparison has for each kind of work and for all."""
+
+    baseline_tokens_per_s: Optional[float]
+    speculative_tokens_per_s: Optional[float]
+    speedup: Optional[Interval]
+    verdict: Optional[str]
+    acceptance: Optional[AcceptanceRecord]
+
+
+class WorkloadComparison(Compared):
+    """A comparison on one kind of work."""
+
+    workload: str
+    prompts: int
+    text_comparison: TextCounts
+
+
+class Latencies(TypedDict):
+    """The median time of a request on both servers."""
+
+    baseline: Optional[float]
+    speculative: Optional[float]
+
+
+class _Comparison(Compared):
+    lab: str
+    schema: int
+    run_id: str
+    baseline_run_id: str
+    kind: str
+    candidate: str
+    label: str
+    engine: str
+    engine_version: str
+    model: str
+    speedup_these_prompts: Optional[Interval]
+    decode_speedup: Optional[Interval]
+    min_gain: float
+    more_prompts: Optional[str]
+    workloads: list[WorkloadComparison]
+    break_even: BreakEven
+    latency_p50_s: Latencies
+    text_comparison: TextComparison
+    audit: list[Finding]
+    max_tokens: object
+    repeats: int
+    prompt_count: int
+    prompts_sha256: str
+    concurrency: int
+    interrupted: bool
+    simulated: bool
+    context: Optional[int]
+    baseline_engine_version: str
+    cached_tokens: Optional[int]
+    recorded_at: str
+    against_best: Optional[AgainstBest]
+
+
+class ComparisonRecord(_Comparison, total=False):
+    """What the notebook keeps of one candidate against the baseline."""
+
+    baseline_engine: str  # these two where they are not the candidate's
+    baseline_model: str
+
+
+Record = Union[EndpointRecord, ComparisonRecord]
+
+
+class PromptRef(TypedDict):
+    """A prompt of a run, without its text."""
+
+    id: str
+    workload: str
+    sha256: str
+
+
+class Conditions(TypedDict):
+    """Everything that is said about an arm beside its readings: the header of its run."""
+
+    schema: int
+    run_id: str
+    arm: str
+    base_url: str
+    metrics_url: Optional[str]
+    model: str
+    engine: str
+    engine_version: str
+    server: About
+    findings: list[Finding]
+    request: JSON
+    arm_extras: JSON
+    stream: bool
+    prompts: list[PromptRef]
+    repeats: int
+    warmup: int
+    order: str
+    concurrency: int
+    simulated: bool
+    tool_version: str
+    recorded_at: str
+    host: Host
+    host_number: int
+    shared_server: bool
+
+
+class PlaceLine(TypedDict):
+    """What was asked: the beginning of a reading's line."""
+
+    arm: str
+    prompt_index: int
+    prompt_id: str
+    workload: str
+    repeat: int
+    place: int
+    waited_s: float
+    error: Optional[str]
+
+
+class AnswerLine(TypedDict):
+    """What came back: the fields of `Answer`, where there was no error."""
+
+    content: str
+    reasoning: str
+    finish_reason: Optional[str]
+    latency_s: float
+    ttft_s: Optional[float]
+    decode_s: Optional[float]
+    decode_tokens: Optional[int]
+    decode_source: Optional[str]
+    completion_tokens: Optional[int]
+    prompt_tokens: Optional[int]
+    cached_tokens: Optional[int]
+    statistics: JSON
+    streamed: bool
+    undecodable: bool
+
+
+class SnapshotLine(TypedDict):
+    """A metrics page: name, labels, value, kind and series of each sample."""
+
+    samples: Optional[list[tuple[str, list[tuple[str, str]], float, str, str]]]
+    unavailable: Optional[str]
+    process: Optional[str]
+
+
+class CountedLine(TypedDict):
+    """A server's counters around one block."""
+
+    arm: str
+    workload: str
+    repeat: int
+    before: SnapshotLine
+    after: SnapshotLine
+    tokens: Optional[int]
+    answers: int
+    failed: int
+    elapsed_s: float
+    waiting: Optional[float]
+
+
+class TriageLine(TypedDict):
+    """What was found out about a text that differs."""
+
+    arm: str
+    prompt_index: int
+    triage: Triage
+
+
+class EndLine(TypedDict):
+    """The last line of an arm."""
+
+    arm: str
+    interrupted: bool
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a string without half a surrogate pair, which could be written nowhere."""
+    return isinstance(value, str) and (value.isascii() or not re.search("[\ud800-\udfff]", value))
+
+
+_FITS: dict[Any, Callable[[Any], bool]] = {
+    str: is_text,
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: isinstance(value, int) and as_number(value) is not None,
+    float: lambda value: as_number(value) is not None,
+    object: lambda value: True,
+    Any: lambda value: True,
+}
+
+
+def misfit(value: Any, shape: Any, where: str = "") -> Optional[str]:
+    """The path of the first field of a JSON value that its shape does not allow; None where all fit.
+
+    Keys that the shape does not name are allowed: a later version may have written them.
+    """
+    kind, inner = get_origin(shape) or shape, get_args(shape)
+    if kind in _FITS:
+        return None if _FITS[kind](value) else where
+    if kind is Union:  # in these shapes always Optional
+        return None if value is None else misfit(value, inner[0], where)
+    parts = _parts(value, kind, inner)
+    if parts is None:
+        return where or "no object"
+    for name, part, part_shape in parts:
+        found = misfit(part, part_shape, f"{where}.{name}" if where else str(name))
+        if found:
+            return found
+    return None
+
+
+def _parts(value: Any, kind: Any, inner: tuple[Any, ...]) -> Optional[list[tuple[Any, Any, Any]]]:
+    """(name, value, shape) of each part of a list or object; None where it is something else."""
+    if kind in (list, tuple):
+        if not isinstance(value, list):
+            return None
+        shapes = inner if kind is tuple else inner * len(value)
+        return list(zip(itertools.count(), value, shapes)) if len(value) == len(shapes) else None
+    if not isinstance(value, dict):
+        return None
+    if kind is dict:
+        return [(name, part, inner[1]) for name, part in value.items()]
+    missing = kind.__required_keys__ - value.keys()
+    wanted = [(name, None, NoReturn) for name in sorted(missing)]
+    hints = _hints(kind)
+    return wanted + [(name, value[name], hints[name]) for name in hints if name in value]
+
+
+def prompts_digest(conditions: Conditions) -> str:
+    """One hash over all prompts of a run, in their order."""
+    digests = "".join(prompt["sha256"] for prompt in conditions["prompts"])
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]
+
+
+def interval_record(found: Optional[Estimate]) -> Optional[Interval]:
+    """An estimate as it stands in the records."""
+    if found is None:
+        return None
+    return {
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "level": 0.95,
+        "prompts": found.prompts,
+    }
+
+
+def speed_record(found: Optional[Estimate]) -> Optional[SpeedInterval]:
+    """The same statistics of a plain speed."""
+    if found is None:
+        return None
+    return {
+        "tokens_per_s": found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "level": 0.95,
+        "prompts": found.prompts,
+    }
+
+
+def endpoint_record(arm: Arm, label: str) -> EndpointRecord:
+    """What the lab notebook keeps of one arm."""
+    run, about, figures = arm.run, arm.conditions, arm.figures
+    request, answers = about["request"], list(run.answers().values())
     tokens = sum_known(answer.completion_tokens for answer in answers)
     errors = [reading.error for reading in run.readings if reading.error]
-    samples = (answer.statistics.get("timings") for answer in answers)
-    speed = over_prompts(log_rates(units_of(run)))
-
-    def one(workload: str) -> JSON:
-        mine, speeds = run.answers(workload), figures_of(run, workload)
-        return {
-            "workload": workload,
-            "prompts": len({index for index, _ in mine}),
-            "completed": len(mine),
-            "output_tokens": sum_known(answer.completion_tokens for answer in mine.values()),
-            "output_tokens_per_s": speeds.tokens_per_s,
-            "decode_tokens_per_s": speeds.decode_tokens_per_s,
-            "latency_s": speeds.latency_s,
-            "ttft_s": speeds.ttft_s,
-            "acceptance": drafts_of(run, workload).record(),
-        }
-
+    samples = [as_dict(answer.statistics.get("timings")) for answer in answers]
     return {
         "lab": LAB,
         "schema": SCHEMA,
         "run_id": about["run_id"],
         "label": f"{label}/{run.arm}",
         "kind": "endpoint",
-        **copied(about, "base_url", "model", "engine", "engine_version"),
+        "base_url": about["base_url"],
+        "model": about["model"],
+        "engine": about["engine"],
+        "engine_version": about["engine_version"],
         "max_tokens": request.get("max_tokens"),
         "repeats": about["repeats"],
         "prompt_count": len(about["prompts"]),
@@ -3561,200 +4309,277 @@ def endpoint_record(run: Run, label: str) -> JSON:
         "output_tokens_per_s": figures.tokens_per_s,
         "decode_tokens_per_s": figures.decode_tokens_per_s,
         "decode_source": figures.decode_source,
-        "speed": as_json(speed, "tokens_per_s"),
+        "speed": speed_record(over_prompts(log_rates(arm.units))),
         "tokens_counted_by_server": bool(answers) and tokens is not None,
         "server_timings_sample": next((sample for sample in samples if sample), None),
-        "spec_metrics_delta": spec_delta(drafts.growth),
+        "spec_metrics_delta": spec_delta(arm.drafts.growth),
         "spec_metrics_gauges": spec_gauges(run),
-        "acceptance": drafts.record(),
-        "workloads": [one(workload) for workload in workloads_of(run)],
-        "cached_tokens": sum_known(answer.cached_tokens for answer in answers) if answers else None,
-        "audit": list(arm_findings(run)),
+        "acceptance": arm.acceptance,
+        "workloads": [workload_figures(name, part) for name, part in arm.parts.items()],
+        "cached_tokens": cached_tokens(answers),
+        "audit": list(arm.findings),
         "server": about["server"],
         "context": about["server"].get("context"),
         "seed": request.get("seed"),
         "temperature": request.get("temperature"),
-        **copied(about, "stream", "warmup", "order", "concurrency"),
+        "stream": about["stream"],
+        "warmup": about["warmup"],
+        "order": about["order"],
+        "concurrency": about["concurrency"],
         "interrupted": run.interrupted,
         "prompts_sha256": prompts_digest(about),
-        **copied(about, "simulated", "host", "tool_version", "recorded_at"),
+        "simulated": about["simulated"],
+        "host": about["host"],
+        "tool_version": about["tool_version"],
+        "recorded_at": about["recorded_at"],
     }
 
 
-def prompts_digest(conditions: JSON) -> str:
-    """One hash over all prompts of a run, in their order."""
-    return hashlib.sha256(
-        "".join(prompt["sha256"] for prompt in conditions["prompts"]).encode()
-    ).hexdigest()[:16]
-
-
-def compared(
-    baseline: Run,
-    candidate: Run,
-    drafts: Drafts,
-    min_gain: float,
-    triage: JSON,
-    workload: Optional[str] = None,
-) -> JSON:
-    """Speeds, verdict, acceptance and texts, in one workload or in all; no verdict where nothing was drafted."""
-    speed = over_prompts(log_ratios(baseline, candidate, workload))
-    idle = drafts.seen is False and not noise_check(baseline, candidate)
+def workload_figures(name: str, arm: Arm) -> WorkloadFigures:
+    """The same of one kind of work."""
+    answers, figures = arm.run.answers(), arm.figures
     return {
-        "baseline_tokens_per_s": figures_of(baseline, workload).tokens_per_s,
-        "speculative_tokens_per_s": figures_of(candidate, workload).tokens_per_s,
-        "speedup": as_json(speed),
-        "verdict": None if idle else verdict_of(speed, min_gain),
-        "acceptance": drafts.record(),
-        "text_comparison": compare_texts(baseline, candidate, triage, workload),
+        "workload": name,
+        "prompts": len({index for index, _ in answers}),
+        "completed": len(answers),
+        "output_tokens": sum_known(answer.completion_tokens for answer in answers.values()),
+        "output_tokens_per_s": figures.tokens_per_s,
+        "decode_tokens_per_s": figures.decode_tokens_per_s,
+        "latency_s": figures.latency_s,
+        "ttft_s": figures.ttft_s,
+        "acceptance": arm.acceptance,
     }
 
 
-def workload_comparisons(
-    baseline: Run, candidate: Run, total: JSON, min_gain: float, triage: JSON
-) -> Iterator[JSON]:
-    """The same for each kind of work; no verdict on any where there is none on the whole."""
-    for workload in workloads_of(baseline):
-        part = compared(
-            baseline, candidate, drafts_of(candidate, workload), min_gain, triage, workload
-        )
-        del part["text_comparison"]["divergences"]
-        if total["verdict"] is None:
-            part["verdict"] = None
-        yield {
-            "workload": workload,
-            "prompts": part["speedup"]["prompts"] if part["speedup"] else 0,
-            **part,
-        }
+def cached_tokens(answers: Sequence[Answer]) -> Optional[int]:
+    """Prompt tokens that came from the server's cache; None where that is not told, or nothing came."""
+    if not answers:
+        return None
+    return sum_known(answer.cached_tokens for answer in answers)
+
+
+def agreement_record(own: Agreement) -> SelfAgreement:
+    """A server against itself."""
+    return {
+        "compared": own.compared,
+        "identical": own.identical,
+        "warm_compared": own.warm_compared,
+        "warm_identical": own.warm_identical,
+    }
+
+
+def text_counts(comparison: Comparison) -> TextCounts:
+    """How many pairs of texts agree."""
+    texts = comparison.texts
+    return {
+        "compared": texts.compared,
+        "identical": texts.identical,
+        "divergent": len(texts.divergences),
+        "empty": texts.empty,
+        "failed": texts.failed,
+        "unstable": texts.unstable,
+        "counts_differ": texts.counts_differ,
+        "baseline_self": agreement_record(comparison.baseline.agreement),
+        "speculative_self": agreement_record(comparison.candidate.agreement),
+    }
+
+
+def text_comparison(comparison: Comparison, triage: dict[str, Triage]) -> TextComparison:
+    """The same with the first of the pairs that differ, those on a stable baseline first."""
+    found = sorted(
+        comparison.texts.divergences, key=lambda each: each["class"] == "unstable-baseline"
+    )
+    listed = [with_triage(each, triage) for each in found[:LISTED_DIVERGENCES]]
+    return {**text_counts(comparison), "divergences": listed}
+
+
+def with_triage(found: Divergence, triage: dict[str, Triage]) -> Divergence:
+    """A difference with what was found out about it; nothing is asked on an unstable baseline."""
+    if found["class"] == "unstable-baseline":
+        return found
+    return {**found, "triage": triage.get(str(found["prompt_index"]))}
+
+
+def compared_record(comparison: Comparison) -> Compared:
+    """What a comparison says of each kind of work, and of all."""
+    return {
+        "baseline_tokens_per_s": comparison.baseline.figures.tokens_per_s,
+        "speculative_tokens_per_s": comparison.candidate.figures.tokens_per_s,
+        "speedup": interval_record(comparison.speed),
+        "verdict": comparison.verdict,
+        "acceptance": comparison.candidate.acceptance,
+    }
+
+
+def workload_comparison(name: str, comparison: Comparison) -> WorkloadComparison:
+    """The comparison on one kind of work."""
+    return {
+        "workload": name,
+        "prompts": comparison.speed.prompts if comparison.speed else 0,
+        **compared_record(comparison),
+        "text_comparison": text_counts(comparison),
+    }
+
+
+def break_even_record(comparison: Comparison, fit: Optional[CostFit]) -> BreakEven:
+    """Why it pays or not, and the best draft length; `fit` is over all candidates."""
+    why = comparison.why
+    predicted = predictions(why, comparison.candidate.acceptance, fit)
+    return {
+        "applies": why.applies,
+        "alpha": why.alpha,
+        "alpha_needed": why.alpha_needed,
+        "tokens_per_step": why.tokens_per_step,
+        "step_cost": why.step_cost,
+        "draft_cost": why.draft_cost,
+        "chain": why.chain,
+        "best_chain": best_prediction(predicted),
+        "predicted": predicted,
+        "fit": fit,
+    }
+
+
+@dataclass(frozen=True)
+class Judging:
+    """How a level is told: under which label, above which gain it pays, what --force let pass."""
+
+    label: str
+    min_gain: float
+    forced: tuple[str, ...] = ()
 
 
 def comparison_record(
-    baseline: Run,
-    candidate: Run,
-    drafts: Drafts,
-    label: str,
-    min_gain: float,
-    triage: JSON,
-    fit: Optional[JSON],
-    forced: Sequence[str],
-) -> JSON:
+    comparison: Comparison, level: Level, judging: Judging, triage: dict[str, Triage]
+) -> ComparisonRecord:
     """What the lab notebook keeps of one candidate against the baseline."""
-    logs, total = (
-        log_ratios(baseline, candidate),
-        compared(baseline, candidate, drafts, min_gain, triage),
-    )
-    mine, theirs = figures_of(baseline), figures_of(candidate)
-    about, base_about = candidate.conditions, baseline.conditions
-    audit = list(pair_findings(baseline, candidate, drafts, logs))
-    if forced:
-        words = f"compared by --force although these differ: {', '.join(forced)}"
-        audit.append(finding("conditions-differ", words, fields=list(forced)))
-    texts = total.pop("text_comparison")
-    listed = sorted(texts["divergences"], key=lambda found: found["class"] == "unstable-baseline")
-    return {
+    baseline, candidate = comparison.baseline, comparison.candidate
+    about, base = candidate.conditions, baseline.conditions
+    decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
+    undecided = comparison.verdict == "undecided"
+    record: ComparisonRecord = {
         "lab": LAB,
         "schema": SCHEMA,
         "run_id": about["run_id"],
-        "baseline_run_id": base_about["run_id"],
+        "baseline_run_id": base["run_id"],
         "kind": "comparison",
-        "candidate": candidate.arm,
-        "label": f"{label}/comparison"
-        if candidate.arm == "speculative"
-        else f"{label}/{candidate.arm}/comparison",
-        **copied(about, "engine", "engine_version", "model"),
-        **total,
-        "speedup_these_prompts": as_json(over_repeats(logs)),
-        "decode_speedup": as_json(over_prompts(log_ratios(baseline, candidate, decode=True))),
-        "min_gain": min_gain,
-        "more_prompts": more_prompts(logs, min_gain) if total["verdict"] == "undecided" else None,
-        "workloads": list(workload_comparisons(baseline, candidate, total, min_gain, triage)),
-        "break_even": explanation(mine, theirs, drafts, fit),
-        "latency_p50_s": {
-            "baseline": (mine.latency_s or {}).get("p50"),
-            "speculative": (theirs.latency_s or {}).get("p50"),
-        },
-        "text_comparison": {**texts, "divergences": listed[:LISTED_DIVERGENCES]},
-        "audit": audit,
+        "candidate": candidate.name,
+        "label": comparison_label(judging.label, candidate.name),
+        "engine": about["engine"],
+        "engine_version": about["engine_version"],
+        "model": about["model"],
+        **compared_record(comparison),
+        "speedup_these_prompts": interval_record(over_repeats(comparison.logs)),
+        "decode_speedup": interval_record(decode),
+        "min_gain": judging.min_gain,
+        "more_prompts": more_prompts(comparison.logs, judging.min_gain) if undecided else None,
+        "workloads": [workload_comparison(*part) for part in comparison.parts.items()],
+        "break_even": break_even_record(comparison, fit_of([c.why for c in level.comparisons])),
+        "latency_p50_s": {"baseline": median_s(baseline), "speculative": median_s(candidate)},
+        "text_comparison": text_comparison(comparison, triage),
+        "audit": [*comparison.findings, *forced_findings(judging.forced)],
         "max_tokens": about["request"].get("max_tokens"),
         "repeats": about["repeats"],
         "prompt_count": len(about["prompts"]),
         "prompts_sha256": prompts_digest(about),
         "concurrency": about["concurrency"],
-        "interrupted": baseline.interrupted or candidate.interrupted,
+        "interrupted": baseline.run.interrupted or candidate.run.interrupted,
         "simulated": about["simulated"],
         "context": about["server"].get("context"),
-        "baseline_engine_version": base_about["engine_version"],
-        "cached_tokens": sum_known(answer.cached_tokens for answer in candidate.answers().values()),
+        "baseline_engine_version": base["engine_version"],
+        "cached_tokens": cached_tokens(list(candidate.run.answers().values())),
         "recorded_at": about["recorded_at"],
-        **{
-            f"baseline_{name}": base_about[name]
-            for name in ("engine", "model")
-            if base_about[name] != about[name]
-        },
+        "against_best": against_best(comparison, best_of(level.comparisons)),
     }
+    if base["engine"] != about["engine"]:
+        record["baseline_engine"] = base["engine"]
+    if base["model"] != about["model"]:
+        record["baseline_model"] = base["model"]
+    return record
+
+
+def comparison_label(label: str, candidate: str) -> str:
+    """LABEL/comparison, or LABEL/NAME/comparison of a candidate with a name."""
+    return (
+        f"{label}/comparison" if candidate == "speculative" else f"{label}/{candidate}/comparison"
+    )
+
+
+def median_s(arm: Arm) -> Optional[float]:
+    """The median time of a request."""
+    return arm.figures.latency_s["p50"] if arm.figures.latency_s else None
+
+
+def forced_findings(fields: Sequence[str]) -> list[Finding]:
+    """What --force let pass."""
+    if not fields:
+        return []
+    words = f"compared by --force although these differ: {', '.join(fields)}"
+    return [finding("conditions-differ", words, fields=list(fields))]
+
+
+def against_best(comparison: Comparison, best: Optional[Comparison]) -> Optional[AgainstBest]:
+    """The paired ratio to the fastest candidate, so that real differences can be told."""
+    if best is None or comparison is best or comparison.verdict is None:
+        return None
+    logs = log_ratios(best.candidate.units, comparison.candidate.units)
+    behind = interval_record(over_prompts(logs))
+    return {"best": best.candidate.name, **behind} if behind else None
 
 
 @dataclass(frozen=True)
 class Result:
-    """One concurrency level: a record for each arm and a comparison for each candidate, ready to print and append."""
+    """One concurrency level as records, ready to print and append."""
 
-    endpoints: list[JSON]
-    comparisons: list[JSON]
+    endpoints: list[EndpointRecord]
+    comparisons: list[ComparisonRecord]
 
-    def records(self) -> list[JSON]:
+    def records(self) -> list[Record]:
         """All records in the order of the notebook."""
-        return self.endpoints + self.comparisons
+        return [*self.endpoints, *self.comparisons]
 
 
-def result_of(
-    runs: Sequence[Run],
-    label: str,
-    min_gain: float,
-    triage: dict[str, JSON],
-    forced: Sequence[str] = (),
-) -> Result:
-    """Everything that is said about the arms of one level.
-
-    Arms that completed nothing stay as records of their failure; the others are compared, if a baseline is among them.
-    """
-    alive = [run for run in runs if run.answers()]
-    alive = in_common(alive) if alive else []
-    shared = {run.arm: run for run in alive}
-    endpoints = [endpoint_record(shared.get(run.arm) or in_common([run])[0], label) for run in runs]
-    if not alive or alive[0].arm != "baseline":
-        return Result(endpoints, [])
-    baseline, *candidates = alive
-    plain, drafts = figures_of(baseline), [drafts_of(run) for run in candidates]
-    fit = fit_of(
+def result_of(level: Level, judging: Judging, triage: dict[str, dict[str, Triage]]) -> Result:
+    """The records of one level; `triage` holds findings by arm and prompt index."""
+    return Result(
+        [endpoint_record(arm, judging.label) for arm in level.arms],
         [
-            (explanation(plain, figures_of(run), own), own.acceptance)
-            for run, own in zip(candidates, drafts)
-        ]
+            comparison_record(each, level, judging, triage.get(each.candidate.name, {}))
+            for each in level.comparisons
+        ],
     )
-    comparisons = [
-        comparison_record(baseline, run, own, label, min_gain, triage.get(run.arm, {}), fit, forced)
-        for run, own in zip(candidates, drafts)
-    ]
-    return Result(endpoints, against_best(comparisons, candidates))
 
 
-def against_best(comparisons: list[JSON], candidates: Sequence[Run]) -> list[JSON]:
-    """The comparisons, each with its paired ratio to the fastest candidate, so that real differences can be told."""
-    ran = [
-        (record["speedup"]["ratio"], run)
-        for record, run in zip(comparisons, candidates)
-        if record["speedup"] and record["verdict"] and not is_noise_check(record)
-    ]
-    best = max(ran, key=lambda pair: pair[0])[1] if ran else None
-    for record, run in zip(comparisons, candidates):
-        record["against_best"] = None
-        if best and run is not best and record["verdict"] is not None:
-            behind = as_json(over_prompts(log_ratios(best, run)))
-            record["against_best"] = behind and {"best": best.arm, **behind}
-    return comparisons
+def read_json_lines(path: str, warn: Say) -> Iterator[tuple[int, JSON]]:
+    """(line number, object) of each JSON object in a file; prose is skipped, a damaged line named."""
+    lines = read_bytes(path).lstrip(b"\xef\xbb\xbf").split(b"\n")
+    for number, line in enumerate(lines, 1):
+        # zero bytes are what a power cut leaves
+        if not line.lstrip().startswith(b"{") and b"\0" not in line:
+            continue
+        try:
+            yield number, as_dict(loads(line.decode("utf-8", "replace")))
+        except ValueError:
+            warn(f"{path}:{number}: damaged line skipped ({len(line)} bytes)")
 
 
-# The fields of a reading that say what was asked.
-PLACE = ("arm", "prompt_index", "prompt_id", "workload", "repeat", "place")
+RECORD_SHAPES: dict[object, Any] = {"endpoint": EndpointRecord, "comparison": ComparisonRecord}
+
+
+def read_records(path: str, warn: Say) -> list[Record]:
+    """The sound records of a notebook; those that are damaged are named with their field."""
+    records: list[Record] = []
+    for number, line in read_json_lines(path, warn):
+        if line.get("lab") != LAB or line.get("schema") != SCHEMA:
+            continue
+        kind = line.get("kind")
+        shape = RECORD_SHAPES.get(kind) if isinstance(kind, str) else None
+        wrong = misfit(line, shape) if shape else "kind"
+        if wrong:
+            which = f"the record {line.get('label')} of {line.get('recorded_at')}"
+            warn(f"{path}:{number}: {which} is damaged and left out: {wrong}")
+        else:
+            records.append(cast(Record, line))
+    return records
 
 
 def reading_to_json(reading: Reading) -> JSON:
@@ -3762,7 +4587,12 @@ def reading_to_json(reading: Reading) -> JSON:
     answer = asdict(reading.answer) if reading.answer else {}
     return {
         "kind": "reading",
-        **{name: getattr(reading, name) for name in PLACE},
+        "arm": reading.arm,
+        "prompt_index": reading.prompt_index,
+        "prompt_id": reading.prompt_id,
+        "workload": reading.workload,
+        "repeat": reading.repeat,
+        "place": reading.place,
         **answer,
         "timings": as_dict(answer.get("statistics")).get("timings"),
         "waited_s": reading.waited_s,
@@ -3771,32 +4601,39 @@ def reading_to_json(reading: Reading) -> JSON:
 
 
 def reading_from_json(line: JSON) -> Reading:
-    """The reading of such a line.  KeyError or TypeError for other lines."""
+    """The reading of a line that fits."""
     answer = None
     if line["error"] is None:
-        answer = Answer(**copied(line, *Answer.__dataclass_fields__))
-        seconds = [
-            answer.latency_s,
-            *(value for value in (answer.ttft_s, answer.decode_s) if value is not None),
-        ]
-        counts = (
-            answer.decode_tokens,
-            answer.completion_tokens,
-            answer.prompt_tokens,
-            answer.cached_tokens,
-        )
-        if not (
-            all(isinstance(text, str) for text in answer.texts)
-            and all(
-                as_number(value) is not None and (value == 0 or 1e-9 < value < 1e9)
-                for value in seconds
-            )
-            and all(value is None or as_count(value) is not None for value in counts)
-        ):
-            raise TypeError("an answer whose text, times or counts are none")
-    if as_count(line["prompt_index"]) is None or as_count(line["repeat"]) is None:
-        raise TypeError("a reading that is of no pair")
-    return Reading(answer=answer, **copied(line, *PLACE, "error", "waited_s"))
+        answer = Answer(**{name: line[name] for name in Answer.__dataclass_fields__})
+    return Reading(
+        arm=line["arm"],
+        prompt_index=line["prompt_index"],
+        prompt_id=line["prompt_id"],
+        workload=line["workload"],
+        repeat=line["repeat"],
+        place=line["place"],
+        answer=answer,
+        error=line["error"],
+        waited_s=line["waited_s"],
+    )
+
+
+def reading_misfit(line: JSON) -> Optional[str]:
+    """The field in which a reading's line is damaged, None where it is sound."""
+    wrong = misfit(line, PlaceLine)
+    if wrong or line["error"] is not None:
+        return wrong
+    wrong = misfit(line, AnswerLine)
+    if wrong:
+        return wrong
+    for name in ("prompt_index", "repeat", "completion_tokens", "prompt_tokens", "cached_tokens"):
+        if line[name] is not None and as_count(line[name]) is None:
+            return name
+    for name in ("latency_s", "ttft_s", "decode_s"):
+        seconds = line[name]
+        if seconds and not 1e-9 < seconds < 1e9:
+            return name
+    return None
 
 
 def counted_to_json(counted: Counted) -> JSON:
@@ -3810,87 +4647,126 @@ def counted_to_json(counted: Counted) -> JSON:
 
 
 def counted_from_json(line: JSON) -> Counted:
-    """The counters of such a line.  KeyError, TypeError or ValueError for other lines."""
+    """The counters of a line that fits."""
+    fields = {name: line[name] for name in Counted.__dataclass_fields__}
+    fields["before"] = snapshot_from_json(line["before"])
+    fields["after"] = snapshot_from_json(line["after"])
+    return Counted(**fields)
 
-    def snapshot(value: JSON) -> Snapshot:
-        samples = value["samples"]
-        if samples is not None:
-            samples = tuple(
-                Sample(name, tuple((k, v) for k, v in labels), *rest)
-                for name, labels, *rest in samples
-            )
-        return Snapshot(samples, value["unavailable"], value["process"])
 
-    return Counted(
-        **{
-            **copied(line, *Counted.__dataclass_fields__),
-            "before": snapshot(line["before"]),
-            "after": snapshot(line["after"]),
-        }
+def snapshot_from_json(page: SnapshotLine) -> Snapshot:
+    """A metrics page as it was."""
+    samples = page["samples"]
+    if samples is None:
+        return Snapshot(None, page["unavailable"], page["process"])
+    read = tuple(
+        Sample(name, tuple((label, text) for label, text in labels), value, kind, series)
+        for name, labels, value, kind, series in samples
     )
+    return Snapshot(read, page["unavailable"], page["process"])
 
 
-def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, JSON]]:
-    """The runs of a file in the order measured, and the triage findings by arm.  UsageError if it is no run file."""
-    runs: dict[tuple[str, int], Run] = {}
-    level: dict[str, tuple[str, int]] = {}
-    triage: dict[str, JSON] = {}
-    for number, line in enumerate(read_json_lines(path, warn), 1):
-        try:
-            kind, arm = line.pop("kind"), line["arm"]
-            if kind == "run":
-                level[arm] = (arm, line["concurrency"])
-                runs[level[arm]] = Run(
-                    arm, line, (), (), True
-                )  # a run that was cut off has no closing line
-            elif kind == "triage":
-                gap = {
-                    **UNKNOWN_GAP,
-                    **line["triage"],
-                    "gap_nats": as_number(line["triage"]["gap_nats"]),
-                }
-                triage.setdefault(arm, {})[str(line["prompt_index"])] = gap
-            elif kind in ("reading", "counted", "end"):
-                run = runs[level[arm]]
-                runs[level[arm]] = (
-                    replace(run, readings=(*run.readings, reading_from_json(line)))
-                    if kind == "reading"
-                    else replace(run, counted=(*run.counted, counted_from_json(line)))
-                    if kind == "counted"
-                    else replace(run, interrupted=line["interrupted"])
-                )
-        except DAMAGED as error:
+@dataclass
+class SavedRun:
+    """A run as it is read line by line; one that was cut off has no closing line."""
+
+    conditions: Conditions
+    readings: list[Reading] = field(default_factory=list)
+    counted: list[Counted] = field(default_factory=list)
+    interrupted: bool = True
+
+    def add(self, kind: str, line: JSON) -> None:
+        """Take in a line of this run."""
+        if kind == "reading":
+            self.readings.append(reading_from_json(line))
+        elif kind == "counted":
+            self.counted.append(counted_from_json(line))
+        else:
+            self.interrupted = line["interrupted"]
+
+    def run(self) -> Run:
+        """The whole of it."""
+        return Run(
+            arm=self.conditions["arm"],
+            conditions=self.conditions,
+            readings=tuple(self.readings),
+            counted=tuple(self.counted),
+            interrupted=self.interrupted,
+        )
+
+
+LINE_SHAPES: dict[object, Any] = {
+    "run": Conditions,
+    "reading": PlaceLine,
+    "counted": CountedLine,
+    "triage": TriageLine,
+    "end": EndLine,
+}
+
+
+def line_misfit(kind: object, line: JSON) -> Optional[str]:
+    """The field in which a line of a run file is damaged, None where it is sound."""
+    if kind == "reading":
+        return reading_misfit(line)
+    shape = LINE_SHAPES.get(kind) if isinstance(kind, str) else None
+    return misfit(line, shape) if shape else "kind"
+
+
+def read_runs(path: str, warn: Say) -> tuple[list[Run], dict[str, dict[str, Triage]]]:
+    """The runs of a file in the order measured, and the triage findings by arm and prompt index.
+
+    UsageError if it is no run file; a damaged line behind the conditions of its run costs that
+    line, which is named with its field.
+    """
+    runs: dict[tuple[str, int], SavedRun] = {}
+    level: dict[str, SavedRun] = {}
+    triage: dict[str, dict[str, Triage]] = {}
+    for number, line in read_json_lines(path, warn):
+        kind = line.pop("kind", None)
+        if kind == "triage":
+            line["triage"] = {**UNKNOWN_GAP, **as_dict(line.get("triage"))}
+        wrong = line_misfit(kind, line)
+        if not wrong and kind != "run" and line["arm"] not in level:
+            wrong = "arm"
+        if wrong and (kind == "run" or not runs):
             raise UsageError(
-                f"{path}: object {number} is no line of a run file, or damaged ({type(error).__name__}); "
-                "give a file of --save-run"
-            ) from None
+                f"{path}:{number}: no line of a run file, or damaged: {wrong}; give a file of "
+                "--save-run, or measure it again"
+            )
+        if wrong:
+            warn(f"{path}:{number}: damaged line skipped: {wrong}")
+        elif kind == "run":
+            saved = SavedRun(cast(Conditions, line))
+            level[line["arm"]] = runs[line["arm"], line["concurrency"]] = saved
+        elif kind == "triage":
+            triage.setdefault(line["arm"], {})[str(line["prompt_index"])] = line["triage"]
+        else:
+            level[line["arm"]].add(str(kind), line)
     if not runs:
         raise UsageError(f"{path} holds no run; give a file of --save-run")
-    for run in runs.values():
-        try:  # conditions and answers are sound if a record can be made of them
-            record = endpoint_record(in_common([run])[0], "")
-            json_line(record)
-            result_lines(Result([record], []))
-        except DAMAGED as error:
-            raise UsageError(
-                f"{path}: the run of {run.arm} is damaged ({error!r}); measure it again"
-            ) from None
-    return list(runs.values()), triage
+    return [saved.run() for saved in runs.values()], triage
 
 
 def differing_conditions(baseline: Run, candidate: Run) -> list[str]:
     """Names of the conditions that must be equal for two runs to be compared, and are not."""
     a, b = baseline.conditions, candidate.conditions
-    fields = ["temperature", "seed", "max_tokens"]
-    differ = [name for name in fields if a["request"].get(name) != b["request"].get(name)]
+    mine, theirs = a["request"], b["request"]
+    fields = ("temperature", "seed", "max_tokens")
+    differ = [name for name in fields if mine.get(name) != theirs.get(name)]
     if [p["sha256"] for p in a["prompts"]] != [p["sha256"] for p in b["prompts"]]:
         differ.append("prompts")
-    extras, others = (
-        {k: v for k, v in side["request"].items() if k not in fields} for side in (a, b)
-    )
-    if extras != others:
+    if without(mine, fields) != without(theirs, fields):
         differ.append("request extras")
-    return differ + [name for name in ("concurrency", "stream") if a[name] != b[name]]
+    if a["concurrency"] != b["concurrency"]:
+        differ.append("concurrency")
+    if a["stream"] != b["stream"]:
+        differ.append("stream")
+    return differ
+
+
+def without(request: JSON, fields: Sequence[str]) -> JSON:
+    """The other fields of a request."""
+    return {name: value for name, value in request.items() if name not in fields}
 
 
 # ---- measurement --------------------------------------------------------------------------------
@@ -4012,14 +4888,13 @@ def measure_level(
     args: argparse.Namespace,
     prompts: Sequence[Prompt],
     endpoints: Sequence[Endpoint],
-    headers: Sequence[JSON],
+    headers: Sequence[Conditions],
     recorder: Recorder,
 ) -> Measured:
     """Measure one concurrency level."""
     level, hosts = headers[0]["concurrency"], [header["host_number"] for header in headers]
-    plan = make_plan(
-        [prompt.workload for prompt in prompts], args.repeats, len(endpoints), args.order, level
-    )
+    workloads = [prompt.workload for prompt in prompts]
+    plan = make_plan(workloads, args.repeats, len(endpoints), args.order, level)
     recorder.begin(headers, sum(len(block.shots) for block in plan))
     interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
     for header in headers if recorder.readings else ():
@@ -4034,50 +4909,45 @@ def measure_level(
         )
         for header in headers
     ]
-    begun = [run for run in runs if run.readings or not interrupted]
-    triage: dict[str, JSON] = {run.arm: {} for run in runs}
-    try:
-        if not interrupted and runs[0].arm == "baseline":
-            triage_texts(runs, endpoints[0], prompts, args.triage, recorder, triage)
-        result = result_of(begun, args.label, args.min_gain, triage)
-    except KeyboardInterrupt:  # all is measured: it must not be lost
-        interrupted, result = True, result_of(begun, args.label, args.min_gain, triage)
-    return Measured(result, runs, interrupted)
+    judging = Judging(args.label, args.min_gain)
+    found = level_of([run for run in runs if run.readings or not interrupted], args.min_gain)
+    triage: dict[str, dict[str, Triage]] = {}
+    if not interrupted:
+        try:
+            triage_texts(found, endpoints[0], prompts, args.triage, recorder, triage)
+        except KeyboardInterrupt:  # all is measured: it must not be lost
+            interrupted = True
+    return Measured(result_of(found, judging, triage), runs, interrupted)
 
 
 def triage_texts(
-    runs: Sequence[Run],
+    level: Level,
     baseline: Endpoint,
     prompts: Sequence[Prompt],
     most: int,
     recorder: Recorder,
-    findings: dict[str, JSON],
+    findings: dict[str, dict[str, Triage]],
 ) -> None:
     """Fill in findings by arm and prompt index for texts that differ from a stable baseline, `most` in all."""
-    own = runs[0].answers()
-    for run in runs[1:]:
-        others, known = run.answers(), findings[run.arm]
-        for entry in compare_texts(runs[0], run, {})["divergences"]:
-            pair, index = (entry["prompt_index"], entry["repeat"]), str(entry["prompt_index"])
-            mine, theirs, asked = own.get(pair), others.get(pair), sum(map(len, findings.values()))
-            if (
-                asked < most
-                and index not in known
-                and entry["class"] != "unstable-baseline"
-                and mine
-                and theirs
-            ):
-                known[index] = ask_for_gap(
-                    baseline, prompts[entry["prompt_index"]], entry, mine, theirs
-                )
-                recorder.write(
-                    {
-                        "kind": "triage",
-                        "arm": run.arm,
-                        "prompt_index": entry["prompt_index"],
-                        "triage": known[index],
-                    }
-                )
+    for comparison in level.comparisons:
+        own, others = comparison.baseline.run.answers(), comparison.candidate.run.answers()
+        known = findings.setdefault(comparison.candidate.name, {})
+        for entry in comparison.texts.divergences:
+            index, asked = str(entry["prompt_index"]), sum(map(len, findings.values()))
+            if asked >= most or index in known or entry["class"] == "unstable-baseline":
+                continue
+            pair = (entry["prompt_index"], entry["repeat"])
+            known[index] = ask_for_gap(
+                baseline, prompts[entry["prompt_index"]], entry, own[pair], others[pair]
+            )
+            recorder.write(
+                {
+                    "kind": "triage",
+                    "arm": comparison.candidate.name,
+                    "prompt_index": entry["prompt_index"],
+                    "triage": known[index],
+                }
+            )
 
 
 @contextlib.contextmanager
@@ -5810,7 +6680,7 @@ def conclude(
     alarms, troubles = [], [trouble] if trouble else []
     try:
         alarms = alarms_of(args, records, speaker(args.quiet))
-    except (MeasureError, KeyboardInterrupt, *DAMAGED) as error:
+    except (MeasureError, KeyboardInterrupt) as error:
         interrupted |= isinstance(error, KeyboardInterrupt)
         troubles.append(f"--fail-on could not be checked: {error!r}")
     lines, unkept, stopped = append_or_show(args.labbook, records)
@@ -5894,7 +6764,7 @@ def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> l
                 f"baseline that does not disagree with itself{besides}{where}"
             )
     if "regression" in args.fail_on and os.path.isfile(args.labbook):
-        alarms += regressions(read_json_lines(args.labbook, warn), records)
+        alarms += regressions(read_records(args.labbook, warn), records)
     return alarms
 
 
@@ -5931,11 +6801,8 @@ def compare_command(argv: Sequence[str]) -> int:
             )
         if any(run.interrupted for run in arms):
             say("a run was interrupted; what was finished is compared")
-        try:
-            result = result_of(arms, args.label, args.min_gain, triage, differ)
-            "".join(map(printable, result_lines(result))).encode()
-        except DAMAGED as error:
-            raise UsageError(f"a run file is damaged ({error!r}); measure it again") from None
+        judging = Judging(args.label, args.min_gain, tuple(differ))
+        result = result_of(level_of(arms, args.min_gain), judging, triage)
         measured.append(Measured(result, arms, False))
     return conclude(args, measured, None, None)
 
@@ -5993,21 +6860,7 @@ def report_command(argv: Sequence[str]) -> int:
         help="json: the records, one a line",
     )
     args = parser.parse_args(argv)
-    records = []
-    for record in read_json_lines(args.labbook, say_on_stderr):
-        if record.get("lab") != LAB or record.get("schema") != SCHEMA:
-            continue
-        try:  # a record is sound if it can be shown
-            markdown_report([record])
-            csv_report([record])
-            crossover_lines([record] if record.get("kind") == "comparison" else [])
-            str.encode(record["label"])
-            records.append(record)
-        except DAMAGED as error:
-            say_on_stderr(
-                f"{args.labbook}: the record {record.get('label')} of {record.get('recorded_at')} is damaged "
-                f"and left out ({error!r})"
-            )
+    records = read_records(args.labbook, say_on_stderr)
     if not records:
         say_on_stderr(
             f"{args.labbook} holds no record of this program; give a notebook that --labbook named"
@@ -6231,7 +7084,7 @@ def reference_server_command(argv: Sequence[str]) -> int:
         reference = Reference(
             **{**config, "planted": config["planted"] and tuple(config["planted"])}
         )
-    except DAMAGED:
+    except (ValueError, TypeError, IndexError):
         raise UsageError("reference-server is not for users; see calibrate --help") from None
     return serve_reference(reference)
 
