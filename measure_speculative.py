@@ -65,6 +65,29 @@ It cannot tell you whether the text is *good*, nor how other prompts, another ma
 behave: it measures what it was given, and says how far that carries.
 """
 
+# The rooms, in reading order; each is marked by a line like "# ---- prompts ----".
+#
+#   constants and errors   exit codes, errors, and FINDINGS: all that an audit can say
+#   terminal and files     what is printed, whole reads, whole appends, locks
+#   prompts                built-in set and prompt files
+#   engines                one row for each engine: all that is known of it
+#   arithmetic             tokens per step, speed-up, break-even, best draft length
+#   statistics             paired log ratios, t intervals, verdict
+#   HTTP client            one completion, timed; one GET
+#   Prometheus scraper     a page of text into samples; growth of counters
+#   acceptance             what became of the drafts, read as the engine's row says
+#   servers                preflight: what a server is, before it is measured
+#   timing loop            the plan, and the loop that carries it out
+#   text comparison        byte-for-byte differences, and how close the decision was
+#   comparison             runs -> arms -> comparisons, each figure found once
+#   records, notebook      the schema of what is kept, and how it is read and written
+#   measurement            settings in, levels measured
+#   report                 terminal and Markdown, from the records alone
+#   reference engine and calibration   two servers of known truth
+#   command line           flags -> settings; main()
+#
+# prompts -> plan -> Reading -> Run -> Arm -> Comparison -> records -> terminal, notebook
+
 from __future__ import annotations
 
 import os
@@ -4194,19 +4217,18 @@ class EndLine(TypedDict):
 _hints = functools.cache(get_type_hints)
 
 
-def is_text(value: object) -> bool:
-    """Whether it is a string without half a surrogate pair, which could be written nowhere."""
-    return isinstance(value, str) and (value.isascii() or not re.search("[\ud800-\udfff]", value))
-
-
-_FITS: dict[Any, Callable[[Any], bool]] = {
-    str: is_text,
-    bool: lambda value: isinstance(value, bool),
-    int: lambda value: isinstance(value, int) and as_number(value) is not None,
-    float: lambda value: as_number(value) is not None,
-    object: lambda value: True,
-    Any: lambda value: True,
+# The Python types of a plain JSON value, by the type that a shape asks for.
+_NONE = type(None)
+_PLAIN: dict[Any, tuple[type, ...]] = {
+    str: (str,),
+    bool: (bool,),
+    int: (int,),
+    float: (float, int),
+    Optional[str]: (str, _NONE),
+    Optional[int]: (int, _NONE),
+    Optional[float]: (float, int, _NONE),
 }
+LARGEST = 1e18  # beyond it is no measurement
 
 
 def misfit(value: Any, shape: Any, where: str = "") -> Optional[str]:
@@ -4215,18 +4237,30 @@ def misfit(value: Any, shape: Any, where: str = "") -> Optional[str]:
     Keys that the shape does not name are allowed: a later version may have written them.
     """
     kind, inner = get_origin(shape) or shape, get_args(shape)
-    if kind in _FITS:
-        return None if _FITS[kind](value) else where
+    if kind in (object, Any):
+        return None
+    if shape in _PLAIN:
+        return None if type(value) in _PLAIN[shape] and is_sane(value) else where
     if kind is Union:  # in these shapes always Optional
         return None if value is None else misfit(value, inner[0], where)
     parts = _parts(value, kind, inner)
     if parts is None:
         return where or "no object"
     for name, part, part_shape in parts:
+        # the quick way for what nearly all parts are: a run file has tens of thousands of them
+        if type(part) in _PLAIN.get(part_shape, ()) and (not part or is_sane(part)):
+            continue
         found = misfit(part, part_shape, f"{where}.{name}" if where else str(name))
         if found:
             return found
     return None
+
+
+def is_sane(value: object) -> bool:
+    """Whether a plain value can be measured and written: no number beyond all measure, no half character."""
+    if isinstance(value, str):
+        return value.isascii() or not re.search("[\ud800-\udfff]", value)
+    return not isinstance(value, (int, float)) or -LARGEST < value < LARGEST
 
 
 def _parts(value: Any, kind: Any, inner: tuple[Any, ...]) -> Optional[list[tuple[Any, Any, Any]]]:
