@@ -65,7 +65,7 @@ It cannot tell you whether the text is *good*, nor how other prompts, another ma
 behave: it measures what it was given, and says how far that carries.
 """
 
-# The rooms, in reading order; each is marked by a line like "# ---- prompts ----".
+# The rooms, in reading order; each begins with a line that names it.
 #
 #   constants and errors   exit codes, errors, and FINDINGS: all that an audit can say
 #   terminal and files     what is printed, whole reads, whole appends, locks
