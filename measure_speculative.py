@@ -2269,19 +2269,14 @@ class Server:
     snapshot: Snapshot
 
 
-def of_arm(args: argparse.Namespace, arm: str, name: str) -> Any:
-    """The value of a flag that there is for the baseline and for all candidates."""
-    return getattr(args, f"{'baseline' if arm == 'baseline' else 'speculative'}_{name}")
-
-
-def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
+def preflight(arm: ArmSettings, settings: Settings, say: Say) -> Server:
     """Check one server before the first request.  UsageError if it cannot be measured."""
-    is_baseline = arm == "baseline"
-    api, root = base_urls(url, "--baseline-url" if is_baseline else "--speculative-url")
+    option = "--baseline-url" if arm.name == "baseline" else "--speculative-url"
+    api, root = base_urls(arm.url, option)
     key, who, side_s = (
-        api_key(args.api_key_env),
-        Endpoint(arm, api, root).name,
-        min(args.timeout, SIDE_TIMEOUT_S),
+        api_key(settings.key_variable),
+        Endpoint(arm.name, api, root).name,
+        min(settings.timeout_s, SIDE_TIMEOUT_S),
     )
     listed, headers = None, http.client.HTTPMessage()
     try:
@@ -2289,18 +2284,17 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
         listed = as_dict(page).get("data")
     except RequestFailed as error:
         if error.status in (401, 403):
-            raise UsageError(f"{who}: {error}; {key_words(key, args.api_key_env)}") from None
+            raise UsageError(f"{who}: {error}; {key_words(key, settings.key_variable)}") from None
         if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
             raise UsageError(f"{who}: {error}") from None
     except ValueError:  # no list of models: the first request will tell
         pass
     entries = [as_dict(entry) for entry in listed] if isinstance(listed, list) else []
     served = tuple(str(entry["id"]) for entry in entries if entry.get("id"))
-    wanted = args.model if is_baseline else args.speculative_model or args.model
-    if not wanted and len(served) != 1:
+    if not arm.model and len(served) != 1:
         some = f": {', '.join(served)}" if served else ""
         raise UsageError(f"{who} lists {len(served)} models; name one with --model{some}")
-    model = wanted or served[0]
+    model = arm.model or served[0]
     entry = next(
         (e for e in entries if e.get("id") == model), entries[0] if len(entries) == 1 else {}
     )
@@ -2308,26 +2302,26 @@ def preflight(arm: str, url: str, args: argparse.Namespace, say: Say) -> Server:
         say(f"{who} does not list the model {model}; it lists: {', '.join(served)}")
     engine, version, about = identify(root, key, side_s, entry, headers.get("Server") or "")
     request = {
-        "max_tokens": args.max_tokens,
+        "max_tokens": settings.max_tokens,
         "temperature": 0.0,
         "top_p": 1.0,
-        "seed": args.seed,
+        "seed": settings.seed,
         **ENGINE_EXTRAS.get(engine, {}),
-        **args.extra_body,
-        **of_arm(args, arm, "extra_body"),
+        **settings.body,
+        **arm.body,
     }
     endpoint, snapshot = find_metrics(
         Endpoint(
-            arm,
+            arm.name,
             api,
             root,
             model,
             key,
-            args.api_key_env,
+            settings.key_variable,
             request,
-            not args.no_stream,
-            args.timeout,
-            of_arm(args, arm, "metrics_url"),
+            settings.stream,
+            settings.timeout_s,
+            arm.metrics_url,
             engine,
             served,
         )
@@ -4806,55 +4800,157 @@ def without(request: JSON, fields: Sequence[str]) -> JSON:
 # ---- measurement --------------------------------------------------------------------------------
 
 
-def conditions_of(
-    server: Server,
-    args: argparse.Namespace,
-    prompts: Sequence[Prompt],
-    level: int,
-    run_id: str,
-    findings: list[JSON],
-    simulated: bool,
-) -> JSON:
-    """Everything that is said about an arm beside its readings: the header of its run, as JSON."""
-    import platform
+@dataclass(frozen=True)
+class ArmSettings:
+    """One server to measure, as the command line names it."""
 
-    endpoint, stamp = server.endpoint, time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    private = {
-        **ENGINE_EXTRAS.get(endpoint.engine, {}),
-        **args.baseline_extra_body,
-        **args.speculative_extra_body,
-    }
-    return {
+    name: str  # "baseline", "speculative", or the candidate's own name
+    url: str
+    model: Optional[str] = None  # None: the one that the server lists
+    body: JSON = field(default_factory=dict)  # request fields of this arm alone; a null removes one
+    metrics_url: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured and how; `measure` makes it from its command line, `calibrate` by itself."""
+
+    arms: tuple[ArmSettings, ...]  # the baseline first, where there is one
+    prompts: tuple[Prompt, ...]
+    max_tokens: int = 192
+    repeats: int = 1
+    warmup: int = 1
+    order: str = "paired"
+    levels: tuple[int, ...] = (1,)  # requests at a time
+    seed: int = 0
+    timeout_s: float = 300.0
+    triage: int = 10
+    stream: bool = True
+    body: JSON = field(default_factory=dict)  # request fields of all arms
+    engine: str = "unknown"
+    engine_version: str = "unknown"
+    key_variable: str = "SPEC_API_KEY"
+    simulated: bool = False
+    own_fields: tuple[str, ...] = ()  # names in the bodies of arms, also of arms not measured now
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where results go, and how they are judged."""
+
+    label: str
+    labbook: str
+    min_gain: float
+    fail_on: tuple[str, ...]
+    quiet: bool
+    divergence_report: Optional[str]
+    include_prompts: bool
+    command: str  # the command line, redacted, for the bug report
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """The servers after their warm-up, and what it told of them."""
+
+    servers: tuple[Server, ...]
+    hosts: tuple[int, ...]  # the same number for arms that are one server
+    findings: list[JSON]
+
+
+def conditions_of(warmed: Warmed, number: int, settings: Settings, level: int, run_id: str) -> JSON:
+    """Everything that is said about one arm beside its readings: the header of its run, as JSON."""
+    server, host = warmed.servers[number], warmed.hosts[number]
+    findings = server.findings + warmed.findings
+    header = {
         "schema": SCHEMA,
         "run_id": run_id,
+        **server_conditions(server, settings),
+        "findings": findings,
+        **request_conditions(server.endpoint, settings),
+        **plan_conditions(settings, level),
+        **program_conditions(),
+    }
+    header["host_number"] = host
+    header["shared_server"] = warmed.hosts.count(host) > 1
+    return header
+
+
+def server_conditions(server: Server, settings: Settings) -> dict[str, object]:
+    """Which server it is, and what it tells of itself."""
+    endpoint = server.endpoint
+    metrics_url = redacted(endpoint.metrics_url or "", endpoint.key)
+    engine, version = settings.engine, settings.engine_version
+    if engine == "unknown":
+        engine = server.engine
+    if version == "unknown":
+        version = server.version
+    return {
         "arm": endpoint.arm,
         "base_url": endpoint.api,
-        "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
+        "metrics_url": metrics_url or None,
         "model": endpoint.model,
-        "engine": server.engine if args.engine == "unknown" else args.engine,
-        "engine_version": server.version
-        if args.engine_version == "unknown"
-        else args.engine_version,
+        "engine": engine,
+        "engine_version": version,
         "server": server.about,
-        "findings": server.findings + findings,
-        "request": {name: value for name, value in endpoint.request.items() if name not in private},
-        "arm_extras": of_arm(args, endpoint.arm, "extra_body"),
-        "stream": endpoint.stream,
-        "prompts": [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in prompts],
-        "repeats": args.repeats,
-        "warmup": args.warmup,
-        "order": args.order,
+    }
+
+
+def request_conditions(endpoint: Endpoint, settings: Settings) -> dict[str, object]:
+    """What is asked of all arms, and apart from it of this one: only the first has to be equal."""
+    own = {*ENGINE_EXTRAS.get(endpoint.engine, {}), *settings.own_fields}
+    bodies = {arm.name: arm.body for arm in settings.arms}
+    shared = {name: value for name, value in endpoint.request.items() if name not in own}
+    return {"request": shared, "arm_extras": bodies[endpoint.arm], "stream": endpoint.stream}
+
+
+def plan_conditions(settings: Settings, level: int) -> dict[str, object]:
+    """What is sent, how often and in which order."""
+    prompts = [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in settings.prompts]
+    return {
+        "prompts": prompts,
+        "repeats": settings.repeats,
+        "warmup": settings.warmup,
+        "order": settings.order,
         "concurrency": level,
-        "simulated": simulated,
+        "simulated": settings.simulated,
+    }
+
+
+def program_conditions() -> dict[str, object]:
+    """What measured, when and on which machine."""
+    import platform
+
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    host = {
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+    }
+    return {
         "tool_version": __version__,
         "recorded_at": stamp[:-2] + ":" + stamp[-2:],
-        "host": {
-            "system": platform.system(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "cpus": os.cpu_count(),
-        },
+        "host": host,
     }
+
+
+def warmed_up(settings: Settings, servers: Sequence[Server], say: Say) -> Warmed:
+    """Send the discarded requests.  Where a stream carries no token count, nothing is streamed."""
+    answers = warm_up([server.endpoint for server in servers], settings.warmup, say)
+    hosts = tuple(server_numbers(servers, answers, settings.warmup))
+    streamed = [answer for answer in answers if answer and answer.streamed]
+    if all(answer.completion_tokens is not None for answer in streamed):
+        return Warmed(tuple(servers), hosts, [])
+    words = (
+        "a server's streamed answers carry no token count, so all servers are measured without "
+        "streaming"
+    )
+    say(words)
+    plain = []
+    for server in servers:
+        endpoint = replace(server.endpoint, stream=False)
+        plain.append(replace(server, endpoint=endpoint))
+    return Warmed(tuple(plain), hosts, [finding("usage-missing", words)])
 
 
 @dataclass(frozen=True)
@@ -4867,41 +4963,25 @@ class Measured:
 
 
 def measure_levels(
-    args: argparse.Namespace,
-    prompts: Sequence[Prompt],
+    settings: Settings,
     servers: Sequence[Server],
     recorder: Recorder,
-    simulated: bool = False,
+    judging: Judging,
 ) -> list[Measured]:
-    """Measure each concurrency level; an interruption ends the last of those returned, a failure keeps those before."""
-    answers = warm_up([server.endpoint for server in servers], args.warmup, recorder.say)
-    hosts = server_numbers(servers, answers, args.warmup)
-    notes: list[JSON] = []
-    if any(answer and answer.streamed and answer.completion_tokens is None for answer in answers):
-        servers = [
-            replace(server, endpoint=replace(server.endpoint, stream=False)) for server in servers
-        ]
-        words = "a server's streamed answers carry no token count, so all servers are measured without streaming"
-        notes = [finding("usage-missing", words)]
-        recorder.say(words)
+    """Measure each level of concurrency, and judge each.
+
+    An interruption ends the last of those returned; a failure keeps those before.
+    """
+    warmed = warmed_up(settings, servers, recorder.say)
     measured: list[Measured] = []
     run_id = os.urandom(6).hex()
-    for level in args.concurrency:
-        name = run_id if len(args.concurrency) == 1 else f"{run_id}-{level}"
+    for level in settings.levels:
+        name = run_id
+        if len(settings.levels) > 1:
+            name = f"{run_id}-{level}"
         try:
-            headers = [
-                {
-                    **conditions_of(server, args, prompts, level, name, notes, simulated),
-                    "host_number": host,
-                    "shared_server": hosts.count(host) > 1,
-                }
-                for server, host in zip(servers, hosts)
-            ]
-            measured.append(
-                measure_level(
-                    args, prompts, [server.endpoint for server in servers], headers, recorder
-                )
-            )
+            planned = planned_runs(settings, warmed, level, name)
+            measured.append(measure_level(settings, warmed, planned, recorder, judging))
         except KeyboardInterrupt:
             if not measured:
                 raise
@@ -4909,89 +4989,100 @@ def measure_levels(
         except MeasureError as error:
             if not measured:
                 raise
-            recorder.trouble = "; ".join(
-                filter(None, (recorder.trouble, str(error)))
-            )  # the levels before it are kept
+            # the levels before it are kept
+            recorder.trouble = "; ".join(filter(None, (recorder.trouble, str(error))))
             break
         if measured[-1].interrupted:
             break
     return measured
 
 
+def planned_runs(settings: Settings, warmed: Warmed, level: int, run_id: str) -> list[Run]:
+    """The runs of one level with their conditions, and nothing measured yet."""
+    runs = []
+    for number, server in enumerate(warmed.servers):
+        conditions = conditions_of(warmed, number, settings, level, run_id)
+        runs.append(Run(server.endpoint.arm, conditions, (), ()))
+    return runs
+
+
 def measure_level(
-    args: argparse.Namespace,
-    prompts: Sequence[Prompt],
-    endpoints: Sequence[Endpoint],
-    headers: Sequence[Conditions],
+    settings: Settings,
+    warmed: Warmed,
+    planned: Sequence[Run],
     recorder: Recorder,
+    judging: Judging,
 ) -> Measured:
-    """Measure one concurrency level."""
-    level, hosts = headers[0]["concurrency"], [header["host_number"] for header in headers]
-    workloads = [prompt.workload for prompt in prompts]
-    plan = make_plan(workloads, args.repeats, len(endpoints), args.order, level)
-    recorder.begin(headers, sum(len(block.shots) for block in plan))
-    interrupted = execute(plan, endpoints, prompts, hosts, recorder, level, args.warmup > 0)
-    for header in headers if recorder.readings else ():
-        recorder.write({"kind": "end", "arm": header["arm"], "interrupted": interrupted})
-    runs = [
-        Run(
-            header["arm"],
-            header,
-            tuple(r for r in recorder.readings if r.arm == header["arm"]),
-            tuple(c for c in recorder.counted if c.arm == header["arm"]),
-            interrupted,
-        )
-        for header in headers
-    ]
-    judging = Judging(args.label, args.min_gain)
-    found = level_of([run for run in runs if run.readings or not interrupted], args.min_gain)
+    """Measure one level of concurrency, and judge it."""
+    interrupted = carry_out(settings, warmed, planned, recorder)
+    runs = [recorded(run, recorder, interrupted) for run in planned]
+    begun = [run for run in runs if run.readings or not interrupted]
+    level = level_of(begun, judging.min_gain)
     triage: dict[str, dict[str, Triage]] = {}
     if not interrupted:
         try:
-            triage_texts(found, endpoints[0], prompts, args.triage, recorder, triage)
+            triage_texts(level, warmed.servers[0].endpoint, settings, recorder, triage)
         except KeyboardInterrupt:  # all is measured: it must not be lost
             interrupted = True
-    return Measured(result_of(found, judging, triage), runs, interrupted)
+    return Measured(result_of(level, judging, triage), runs, interrupted)
+
+
+def carry_out(
+    settings: Settings, warmed: Warmed, planned: Sequence[Run], recorder: Recorder
+) -> bool:
+    """Plan one level and take its readings; True if that was interrupted."""
+    level = planned[0].conditions["concurrency"]
+    endpoints = [server.endpoint for server in warmed.servers]
+    workloads = [prompt.workload for prompt in settings.prompts]
+    plan = make_plan(workloads, settings.repeats, len(endpoints), settings.order, level)
+    headers = [run.conditions for run in planned]
+    recorder.begin(headers, sum(len(block.shots) for block in plan))
+    is_warm = settings.warmup > 0
+    interrupted = execute(plan, endpoints, settings.prompts, warmed.hosts, recorder, level, is_warm)
+    if recorder.readings:
+        for run in planned:
+            recorder.write({"kind": "end", "arm": run.arm, "interrupted": interrupted})
+    return interrupted
+
+
+def recorded(run: Run, recorder: Recorder, interrupted: bool) -> Run:
+    """The run with what was recorded of its arm."""
+    readings = [reading for reading in recorder.readings if reading.arm == run.arm]
+    counted = [counted for counted in recorder.counted if counted.arm == run.arm]
+    return replace(run, readings=tuple(readings), counted=tuple(counted), interrupted=interrupted)
 
 
 def triage_texts(
     level: Level,
     baseline: Endpoint,
-    prompts: Sequence[Prompt],
-    most: int,
+    settings: Settings,
     recorder: Recorder,
     findings: dict[str, dict[str, Triage]],
 ) -> None:
-    """Fill in findings by arm and prompt index for texts that differ from a stable baseline, `most` in all."""
+    """Ask why texts differ from a stable baseline, and fill in findings by arm and prompt index.
+
+    What was found before Ctrl-C stays so.  Over all arms no more than `settings.triage` are asked.
+    """
     for comparison in level.comparisons:
+        arm = comparison.candidate.name
+        known = findings.setdefault(arm, {})
         own, others = comparison.baseline.run.answers(), comparison.candidate.run.answers()
-        known = findings.setdefault(comparison.candidate.name, {})
         for entry in comparison.texts.divergences:
-            index, asked = str(entry["prompt_index"]), sum(map(len, findings.values()))
-            if asked >= most or index in known or entry["class"] == "unstable-baseline":
+            if sum(map(len, findings.values())) >= settings.triage:
+                return
+            index = entry["prompt_index"]
+            pair = index, entry["repeat"]
+            if entry["class"] == "unstable-baseline" or str(index) in known:
                 continue
-            pair = (entry["prompt_index"], entry["repeat"])
-            known[index] = ask_for_gap(
-                baseline, prompts[entry["prompt_index"]], entry, own[pair], others[pair]
-            )
-            recorder.write(
-                {
-                    "kind": "triage",
-                    "arm": comparison.candidate.name,
-                    "prompt_index": entry["prompt_index"],
-                    "triage": known[index],
-                }
-            )
+            gap = ask_for_gap(baseline, settings.prompts[index], entry, own[pair], others[pair])
+            known[str(index)] = gap
+            recorder.write({"kind": "triage", "arm": arm, "prompt_index": index, "triage": gap})
 
 
-@contextlib.contextmanager
-def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
-    """The run file, new; UsageError if it cannot be made or exists, since it may hold hours of an earlier run."""
-    if path is None:
-        yield None
-        return
+def new_run_file(path: str) -> BinaryIO:
+    """Open it unbuffered.  UsageError if it cannot be made, or exists and may hold a run."""
     try:
-        file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed below; only the opening may fail here
+        return open(path, "xb", buffering=0)
     except FileExistsError:
         raise UsageError(
             f"{path} exists and may hold an earlier run; name a new file for --save-run"
@@ -5000,6 +5091,15 @@ def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
         raise UsageError(
             f"cannot write {path}: {error.strerror}; another path for --save-run"
         ) from None
+
+
+@contextlib.contextmanager
+def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
+    """The run file, new, as long as the block lasts; None where no path is given."""
+    if path is None:
+        yield None
+        return
+    file = new_run_file(path)
     try:
         with file:
             yield file
@@ -5010,8 +5110,10 @@ def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
 
 
 def worth_keeping(runs: Sequence[Run]) -> bool:
-    """Whether an interrupted level has a pair that all arms finished, or more than one answer of an arm."""
-    return any(len(run.answers()) > 1 for run in runs) or bool(in_common(runs)[0].pairs)
+    """Whether an interrupted level has a pair that all arms finished, or two answers of an arm."""
+    if any(len(run.answers()) > 1 for run in runs):
+        return True
+    return bool(in_common(runs)[0].pairs)
 
 
 # ---- report -------------------------------------------------------------------------------------
@@ -6291,23 +6393,19 @@ def measure_reference(
 ) -> tuple[Measured, list[list[JSON]]]:
     """The whole measurement against a reference pair, and what each server logged of the measured requests."""
     with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
-        args = measure_parser().parse_args(
-            [
-                "--baseline-url",
-                baseline_url,
-                "--speculative-url",
-                speculative_url,
-                "--max-tokens",
-                str(length),
-                "--label",
-                "calibrate",
-                "--api-key-env",
-                "MEASURE_SPECULATIVE_NO_KEY",
-            ]
+        settings = Settings(
+            arms=(
+                ArmSettings("baseline", baseline_url),
+                ArmSettings("speculative", speculative_url),
+            ),
+            prompts=tuple(built_in_prompts()),
+            max_tokens=length,
+            key_variable="MEASURE_SPECULATIVE_NO_KEY",
+            simulated=True,
         )
-        servers = [preflight(arm, url, args, say_on_stderr) for arm, url in arms_of(args)]
+        servers = [preflight(arm, settings, say_on_stderr) for arm in settings.arms]
         recorder = Recorder(say_on_stderr, show=sys.stderr.isatty())
-        measured = measure_levels(args, built_in_prompts(), servers, recorder, simulated=True)[0]
+        measured = measure_levels(settings, servers, recorder, Judging("calibrate", 0.0))[0]
         if measured.interrupted:
             raise KeyboardInterrupt
         logs = [
@@ -6474,27 +6572,29 @@ def calibration_lines(rows: Sequence[JSON]) -> list[str]:
 
 FAIL_ON = ("slower", "changed-text", "regression")
 
+MOST_ASKED = 1_000_000  # of whatever a flag counts; more is a slip of the finger
+
 
 class Parser(argparse.ArgumentParser):
-    """argparse as this program speaks: errors in one line, and help that says where it could not be written."""
+    """argparse as this program speaks: errors in one line, help that says if it was not written."""
 
     def error(self, message: str) -> NoReturn:
         """What is wrong with a command line."""
         raise UsageError(f"{message}; see --help")
 
-    def _print_message(self, message: str, file: Any = None) -> None:
+    def _print_message(self, message: str, file: object = None) -> None:
         print_lines([message.rstrip()])
 
 
-def _parser(command: str, description: str, epilog: Optional[str] = None) -> Parser:
-    name, is_main = "measure_speculative.py", command == "measure"
+def _parser(
+    command: str, description: Optional[str] = None, epilog: Optional[str] = None
+) -> Parser:
     parser = Parser(
-        name if is_main else f"{name} {command}",
-        None,
-        description,
-        epilog,
+        prog=f"measure_speculative.py {command}",
+        description=description,
+        epilog=epilog,
         allow_abbrev=False,
-        add_help=not is_main,
+        add_help=bool(description),  # without one the help page is the top of this file
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"measure_speculative {__version__}")
@@ -6502,24 +6602,24 @@ def _parser(command: str, description: str, epilog: Optional[str] = None) -> Par
 
 
 def _number(
-    kind: Callable[[str], Any], low: float, high: float, above: bool = False
-) -> Callable[[str], Any]:
+    kind: Callable[[str], float], low: float, high: float, above: bool = False
+) -> Callable[[str], float]:
     """What reads an int or float from `low` (or only above it) to `high`."""
+    words = "whole number" if kind is int else "number"
+    start = "above" if above else "from"
 
-    def parse(text: str) -> Any:
+    def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = kind(text)
             if low <= value <= high and not (above and value == low):
                 return value
-        words = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a {words} {'above' if above else 'from'} {low} to {high}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {words} {start} {low} to {high}")
 
     return parse
 
 
-def _listed(each: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+def _listed(each: Callable[[str], object]) -> Callable[[str], list[object]]:
+    """What reads a comma list of such values."""
     return lambda text: [each(part.strip()) for part in text.split(",")]
 
 
@@ -6539,8 +6639,9 @@ def _json_object(text: str) -> JSON:
     return value
 
 
-def _add_results(add: Callable[..., Any]) -> None:
-    """Flags that `measure` and `compare` share."""
+def _add_results(parser: Parser) -> None:
+    """Flags that `measure` and `compare` share; keeping_of reads them."""
+    add = parser.add_argument
     add(
         "--label",
         default="speculative-run",
@@ -6575,18 +6676,13 @@ def _add_results(add: Callable[..., Any]) -> None:
     )
 
 
-def measure_parser() -> argparse.ArgumentParser:
-    """The flags of `measure`; what they mean stands at the top of this file, which is the help page."""
-    parser = _parser("measure", (__doc__ or "").partition("\n")[0])
-    add, most = parser.add_argument, 1_000_000
-    for flag in (
-        "--baseline-url",
-        "--model",
-        "--speculative-model",
-        "--save-run",
-        "--baseline-metrics-url",
-        "--speculative-metrics-url",
-    ):
+def measure_parser() -> Parser:
+    """The flags of `measure`; the top of this file says what they mean, and is the help page."""
+    parser = _parser("measure")
+    add = parser.add_argument
+    for flag in ("--baseline-url", "--model", "--speculative-model", "--save-run"):
+        add(flag)
+    for flag in ("--baseline-metrics-url", "--speculative-metrics-url"):
         add(flag)
     for flag in ("--speculative-url", "--prompts"):
         add(flag, action="append", default=[])
@@ -6594,84 +6690,187 @@ def measure_parser() -> argparse.ArgumentParser:
         add(flag, action="store_true")
     for flag in ("--extra-body", "--baseline-extra-body", "--speculative-extra-body"):
         add(flag, type=_json_object, default={})
-    for flag, least, default in (
-        ("--max-tokens", 1, 192),
-        ("--repeats", 1, 1),
-        ("--warmup", 0, 1),
-        ("--triage", 0, 10),
-    ):
-        add(flag, type=_number(int, least, most), default=default)
-    for flag, text in (
-        ("--engine", "unknown"),
-        ("--engine-version", "unknown"),
-        ("--api-key-env", "SPEC_API_KEY"),
-    ):
-        add(flag, default=text)
+    add("--warmup", type=_number(int, 0, MOST_ASKED), default=Settings.warmup)
+    add("--triage", type=_number(int, 0, MOST_ASKED), default=Settings.triage)
+    add("--max-tokens", type=_number(int, 1, MOST_ASKED), default=Settings.max_tokens)
+    add("--repeats", type=_number(int, 1, MOST_ASKED), default=Settings.repeats)
+    add("--engine", default=Settings.engine)
+    add("--engine-version", default=Settings.engine_version)
+    add("--api-key-env", default=Settings.key_variable)
     add("--prompt-set", choices=("builtin", "file"))
-    add("--order", choices=("paired", "sequential"), default="paired")
-    add("--concurrency", type=_listed(_number(int, 1, 4096)), default=[1])
-    add("--seed", type=int, default=0)
-    add("--timeout", type=_number(float, 0, 86400, True), default=300.0)
-    _add_results(add)
+    add("--order", choices=("paired", "sequential"), default=Settings.order)
+    add("--concurrency", type=_listed(_number(int, 1, 4096)), default=Settings.levels)
+    add("--seed", type=int, default=Settings.seed)
+    add("--timeout", type=_number(float, 0, 86400, above=True), default=Settings.timeout_s)
+    _add_results(parser)
     return parser
 
 
-def arms_of(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """(arm, URL) of every server to measure.  UsageError for flags that contradict each other."""
-    if args.prompts and args.prompt_set == "builtin":
-        raise UsageError("--prompts and --prompt-set builtin contradict each other; leave one out")
-    if args.prompt_set == "file" and not args.prompts:
-        raise UsageError("--prompt-set file needs --prompts PATH")
-    arms = [("baseline", args.baseline_url)] if args.baseline_url else []
+def name_and_value(text: str) -> tuple[Optional[str], str]:
+    """("k2", VALUE) of "k2=VALUE", and (None, VALUE) where no candidate is named.
+
+    A "=" behind a colon is the value's own: it stands in the query of a URL.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or ":" in name:
+        return None, text
+    return name, value
+
+
+def candidate_urls(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, URL) of each --speculative-url.  UsageError for a name that fits no label."""
+    urls = []
     unnamed = 0
-    for text in args.speculative_url:
-        name, equals, url = text.partition("=")
-        if not equals or ":" in name:
+    for text in texts:
+        name, url = name_and_value(text)
+        if name is None:
             unnamed += 1
-            name, url = "speculative" if unnamed == 1 else f"speculative-{unnamed}", text
+            name = "speculative"
+            if unnamed > 1:
+                name = f"speculative-{unnamed}"
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
             raise UsageError(f"candidate name {name!r}: use letters, digits, '.', '_' and '-' only")
-        arms.append((name, url))
-    if not arms:
+        urls.append((name, url))
+    return urls
+
+
+def check_prompt_flags(paths: Sequence[str], prompt_set: Optional[str]) -> None:
+    """UsageError where --prompts and --prompt-set contradict each other."""
+    if paths and prompt_set == "builtin":
+        raise UsageError("--prompts and --prompt-set builtin contradict each other; leave one out")
+    if prompt_set == "file" and not paths:
+        raise UsageError("--prompt-set file needs --prompts PATH")
+
+
+def check_named_apart(names: Sequence[str]) -> None:
+    """UsageError where there is no server, or two have one name."""
+    if not names:
         raise UsageError(
-            "give --baseline-url, --speculative-url or both, as --baseline-url http://127.0.0.1:8080/v1"
+            "give --baseline-url, --speculative-url or both, as --baseline-url "
+            "http://127.0.0.1:8080/v1"
         )
-    if len(dict(arms)) < len(arms):
+    if len(set(names)) < len(names):
         raise UsageError(
             "two servers have the same name; name the candidates apart, as --speculative-url "
             "k4=http://..."
         )
+
+
+def check_metrics_urls(baseline: Optional[str], speculative: Optional[str]) -> None:
+    """UsageError where a metrics page is given, and not as an address."""
+    for arm, url in (("baseline", baseline), ("speculative", speculative)):
+        if url:
+            checked_url(url, f"--{arm}-metrics-url", query_allowed=True)
+
+
+def arms_of(args: argparse.Namespace) -> tuple[ArmSettings, ...]:
+    """The servers to measure, the baseline first.  UsageError where flags contradict each other."""
+    check_prompt_flags(args.prompts, args.prompt_set)
+    urls = candidate_urls(args.speculative_url)
+    if args.baseline_url:
+        urls.insert(0, ("baseline", args.baseline_url))
+    check_named_apart([name for name, _ in urls])
     if len(set(args.concurrency)) < len(args.concurrency):
         raise UsageError(
             "--concurrency names a level twice; for more pairs of blocks use --repeats"
         )
     if args.speculative_metrics_url and len(args.speculative_url) > 1:
         raise UsageError("--speculative-metrics-url fits one candidate only")
-    for arm in ("baseline", "speculative"):
-        if url := getattr(args, f"{arm}_metrics_url"):
-            checked_url(url, f"--{arm}-metrics-url", query_allowed=True)
-    return arms
+    check_metrics_urls(args.baseline_metrics_url, args.speculative_metrics_url)
+    arms = []
+    for name, url in urls:
+        arm = ArmSettings(
+            name=name,
+            url=url,
+            model=args.model,
+            body=args.baseline_extra_body,
+            metrics_url=args.baseline_metrics_url,
+        )
+        if name != "baseline":
+            arm = replace(
+                arm,
+                model=args.speculative_model or args.model,
+                body=args.speculative_extra_body,
+                metrics_url=args.speculative_metrics_url,
+            )
+        arms.append(arm)
+    return tuple(arms)
 
 
-def check_outputs(args: argparse.Namespace, inputs: Sequence[str]) -> None:
-    """UsageError if a file that will be written cannot be, or is another one that is read or written too."""
-    if not args.label.strip() or not args.label.isprintable():
-        raise UsageError(f"--label {args.label!r} is no name: one line of printable characters")
+def settings_of(args: argparse.Namespace, say: Say) -> Settings:
+    """What `measure` is to do, its prompts read.  UsageError for flags or prompt files at fault.
+
+    `say` takes notes on the prompts.
+    """
+    own_fields = (*args.baseline_extra_body, *args.speculative_extra_body)
+    what = Settings(
+        arms=arms_of(args),
+        prompts=chosen_prompts(args.prompts, say),
+        max_tokens=args.max_tokens,
+        body=args.extra_body,
+        own_fields=own_fields,
+    )
+    carefully = replace(
+        what,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        order=args.order,
+        levels=tuple(args.concurrency),
+        seed=args.seed,
+    )
+    return replace(
+        carefully,
+        timeout_s=args.timeout,
+        triage=args.triage,
+        stream=not args.no_stream,
+        engine=args.engine,
+        engine_version=args.engine_version,
+        key_variable=args.api_key_env,
+    )
+
+
+def chosen_prompts(paths: Sequence[str], say: Say) -> tuple[Prompt, ...]:
+    """The prompts of these files and folders, the built-in ones where there are none."""
+    if not paths:
+        return tuple(built_in_prompts())
+    prompts, notes = load_prompts(paths)
+    for note in notes:
+        say(note)
+    return tuple(prompts)
+
+
+def keeping_of(args: argparse.Namespace, command: str) -> Keeping:
+    """Where `measure` and `compare` are to leave results; `command` must hold no key."""
+    fail_on = tuple(args.fail_on)
+    return Keeping(
+        label=args.label,
+        labbook=args.labbook,
+        min_gain=args.min_gain,
+        fail_on=fail_on,
+        quiet=args.quiet,
+        divergence_report=args.divergence_report,
+        include_prompts=args.include_prompts,
+        command=command,
+    )
+
+
+def check_outputs(keeping: Keeping, save_run: Optional[str], inputs: Sequence[str]) -> None:
+    """UsageError if a file that will be written cannot be, or is read or written otherwise too."""
+    if not keeping.label.strip() or not keeping.label.isprintable():
+        raise UsageError(f"--label {keeping.label!r} is no name: one line of printable characters")
     taken = {os.path.realpath(path): "an input" for path in inputs}
-    for option, path in (
-        ("--labbook", args.labbook),
-        ("--divergence-report", args.divergence_report),
-        ("--save-run", getattr(args, "save_run", None)),
-    ):
+    report = keeping.divergence_report
+    outputs = {"--labbook": keeping.labbook, "--divergence-report": report, "--save-run": save_run}
+    for option, path in outputs.items():
         if path:
             other = taken.setdefault(os.path.realpath(path), option)
             if other != option:
                 raise UsageError(
                     f"{option} and {other} are the same file, {path}; give {option} another name"
                 )
-    check_appendable(args.labbook)
-    if args.divergence_report:
-        check_appendable(args.divergence_report, "report", "--divergence-report")
+    check_appendable(keeping.labbook)
+    if report:
+        check_appendable(report, "report", "--divergence-report")
 
 
 def measure_command(argv: Sequence[str]) -> int:
@@ -6680,219 +6879,291 @@ def measure_command(argv: Sequence[str]) -> int:
         print_lines([(__doc__ or "").rstrip()])
         return MEASURED
     args = measure_parser().parse_args(argv)
-    args.command = redacted(
-        shlex.join(["measure_speculative.py", *argv]), api_key(args.api_key_env)
-    )
-    say = speaker(args.quiet)
-    arms = arms_of(args)
-    prompts, notes = load_prompts(args.prompts) if args.prompts else (built_in_prompts(), [])
-    check_outputs(args, [file for path in args.prompts for file in prompt_files(path)])
+    key = api_key(args.api_key_env)
+    command = redacted(shlex.join(["measure_speculative.py", *argv]), key)
+    keeping = keeping_of(args, command)
+    say = speaker(keeping.quiet)
+    notes: list[str] = []
+    settings = settings_of(args, notes.append)
+    inputs = [file for path in args.prompts for file in prompt_files(path)]
+    check_outputs(keeping, args.save_run, inputs)
     for note in notes:
         say(note)
-    servers = [preflight(arm, url, args, say) for arm, url in arms]
+    servers = [preflight(arm, settings, say) for arm in settings.arms]
     with run_file(args.save_run) as file:
-        recorder = Recorder(say, file, sys.stderr.isatty() and not args.quiet)
-        measured = measure_levels(args, prompts, servers, recorder)
-    return conclude(args, measured, recorder.trouble, prompts)
+        is_shown = sys.stderr.isatty() and not keeping.quiet
+        recorder = Recorder(say, file, is_shown)
+        judging = Judging(keeping.label, keeping.min_gain)
+        measured = measure_levels(settings, servers, recorder, judging)
+    return conclude(keeping, measured, recorder.trouble, settings.prompts)
+
+
+class Step(NamedTuple):
+    """What came of one step at the end: lines for the user, what went wrong, whether by Ctrl-C."""
+
+    lines: list[str]
+    trouble: Optional[str] = None
+    interrupted: bool = False
 
 
 def conclude(
-    args: argparse.Namespace,
+    keeping: Keeping,
     measured: Sequence[Measured],
     trouble: Optional[str],
-    prompts: Optional[Sequence[Prompt]],
+    prompts: Sequence[Prompt],
 ) -> int:
-    """Append first, print then: nothing measured is lost to a closed pipe.  Returns the exit code."""
-    interrupted = any(level.interrupted for level in measured)
-    results = [
-        level.result for level in measured if not level.interrupted or worth_keeping(level.runs)
-    ]
+    """Append first, print then: nothing measured is lost to a closed pipe.  The exit code."""
+    results = kept_results(measured)
     records = [record for result in results for record in result.records()]
     if not records:
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
         return INTERRUPTED
-    alarms, troubles = [], [trouble] if trouble else []
-    try:
-        alarms = alarms_of(args, records, speaker(args.quiet))
-    except (MeasureError, KeyboardInterrupt) as error:
-        interrupted |= isinstance(error, KeyboardInterrupt)
-        troubles.append(f"--fail-on could not be checked: {error!r}")
-    lines, unkept, stopped = append_or_show(args.labbook, records)
-    interrupted |= stopped
-    if unkept:
-        troubles.append(unkept)
-    elif not args.quiet:
-        lines = [f"Recorded in {args.labbook}.", ""]
-    if args.divergence_report:
-        shown = prompts if getattr(args, "include_prompts", False) else None
-        try:
-            with open(
-                args.divergence_report,
-                "w",
-                encoding="utf-8",
-                errors="backslashreplace",
-                newline="\n",
-            ) as file:
-                file.write(
-                    "\n".join(
-                        markdown_divergences(result, shown, args.command) for result in results
-                    )
-                )
-        except OSError as error:
-            troubles.append(f"cannot write {args.divergence_report}: {error.strerror}")
-    try:
-        print_lines(lines + ([] if args.quiet else levels_lines(results)))
-    except MeasureError as error:
-        troubles.append(str(error))
-    arms = [record for record in records if record["kind"] == "endpoint"]
-    dead = [
-        f"{r['label']}: no request completed; the first error: {r['first_error'] or 'none, none was sent'}"
-        for r in arms
-        if not r["completed"]
-    ]
-    silent = [
-        f"{r['label']}: {failure_words(r)}"
-        for r in arms
-        if args.quiet and r["failed"] and r["completed"]
-    ]
-    for words in (*alarms, *dead, *silent, *troubles):
+    alarmed = look_for_alarms(keeping, records)
+    appended = append_or_show(keeping.labbook, records)
+    unwritten = write_divergences(keeping, results, prompts)
+    unprinted = print_report(keeping, results, appended)
+    found = (trouble, alarmed.trouble, appended.trouble, unwritten, unprinted)
+    troubles = [words for words in found if words]
+    arms = [record for result in results for record in result.endpoints]
+    dead = [dead_words(record) for record in arms if not record["completed"]]
+    failing = failing_arms(arms) if keeping.quiet else []
+    for words in (*alarmed.lines, *dead, *failing, *troubles):
         say_on_stderr(words)
-    failed = COULD_NOT_MEASURE if dead or troubles else None
-    return INTERRUPTED if interrupted else failed or (FINDING if alarms else MEASURED)
+    interrupted = alarmed.interrupted or appended.interrupted
+    if interrupted or any(level.interrupted for level in measured):
+        return INTERRUPTED
+    if dead or troubles:
+        return COULD_NOT_MEASURE
+    return FINDING if alarmed.lines else MEASURED
 
 
-def append_or_show(path: str, records: Sequence[JSON]) -> tuple[list[str], Optional[str], bool]:
-    """Append the records.  Where that fails: the records as lines to print, what went wrong, whether by Ctrl-C."""
+def kept_results(measured: Sequence[Measured]) -> list[Result]:
+    """What is recorded: finished levels, and one that was interrupted if it says anything."""
+    kept = [level for level in measured if not level.interrupted or worth_keeping(level.runs)]
+    return [level.result for level in kept]
+
+
+def look_for_alarms(keeping: Keeping, records: Sequence[JSON]) -> Step:
+    """The alarms of --fail-on; looked for before the notebook holds these records too."""
+    warn = speaker(keeping.quiet)
+    try:
+        return Step(alarms_of(keeping.fail_on, keeping.labbook, records, warn))
+    except (MeasureError, KeyboardInterrupt) as error:
+        trouble = f"--fail-on could not be checked: {error!r}"
+        return Step([], trouble, isinstance(error, KeyboardInterrupt))
+
+
+def append_or_show(path: str, records: Sequence[JSON]) -> Step:
+    """Append the records to the notebook.  Where that fails they are the lines to print."""
     try:
         append_records(path, records)
-        return [], None, False
+        return Step([])
     except (OSError, KeyboardInterrupt) as error:
+        lines = [json_line(record).decode().rstrip() for record in records]
         reason = getattr(error, "strerror", "interrupted")
-        return (
-            [json_line(record).decode().rstrip() for record in records],
-            f"cannot append to {path}: {reason}; the records go to standard output instead",
-            isinstance(error, KeyboardInterrupt),
-        )
+        trouble = f"cannot append to {path}: {reason}; the records go to standard output instead"
+        return Step(lines, trouble, isinstance(error, KeyboardInterrupt))
 
 
-def alarms_of(args: argparse.Namespace, records: Sequence[JSON], warn: Say) -> list[str]:
-    """One line for each --fail-on condition that holds."""
+def write_divergences(
+    keeping: Keeping, results: Sequence[Result], prompts: Sequence[Prompt]
+) -> Optional[str]:
+    """Write the bug report on changed text where one is asked for; returns what went wrong."""
+    path, shown = keeping.divergence_report, None
+    if not path:
+        return None
+    if keeping.include_prompts:
+        shown = prompts
+    try:
+        with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+            parts = [markdown_divergences(result, shown, keeping.command) for result in results]
+            file.write("\n".join(parts))
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror}"
+    return None
+
+
+def print_report(keeping: Keeping, results: Sequence[Result], appended: Step) -> Optional[str]:
+    """Print what was measured, behind records that no notebook took; returns what went wrong."""
+    lines = list(appended.lines)
+    if not keeping.quiet:
+        if not lines:
+            lines = [f"Recorded in {keeping.labbook}.", ""]
+        lines += levels_lines(results)
+    try:
+        print_lines(lines)
+    except MeasureError as error:
+        return str(error)
+    return None
+
+
+def dead_words(record: JSON) -> str:
+    """What is said of an arm that completed no request."""
+    first = record["first_error"] or "none, none was sent"
+    return f"{record['label']}: no request completed; the first error: {first}"
+
+
+def failing_arms(arms: Sequence[JSON]) -> list[str]:
+    """One line for each arm of which only some requests failed."""
+    failing = [record for record in arms if record["failed"] and record["completed"]]
+    return [f"{record['label']}: {failure_words(record)}" for record in failing]
+
+
+def alarms_of(
+    fail_on: Sequence[str], labbook: str, records: Sequence[JSON], warn: Say
+) -> list[str]:
+    """One line for each --fail-on condition that holds; regressions are against the notebook."""
     alarms = []
-    for record in [record for record in records if record["kind"] == "comparison"]:
-        texts = record["text_comparison"]
-        blamed = texts["divergent"] - texts["unstable"]
-        if "slower" in args.fail_on and record["verdict"] == "does-not-pay":
-            alarms.append(f"SLOWER {record['label']}: {sentence(record)}")
-        if "changed-text" in args.fail_on and blamed:
-            first = next(
-                (d for d in texts["divergences"] if d["class"] != "unstable-baseline"), None
-            )
-            where = (
-                f"; the first: {first['prompt_id']} at byte {first['first_difference_at_byte']}"
-                if first
-                else ""
-            )
-            besides = f" ({texts['unstable']} more where it does)" if texts["unstable"] else ""
-            alarms.append(
-                f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
-                f"baseline that does not disagree with itself{besides}{where}"
-            )
-    if "regression" in args.fail_on and os.path.isfile(args.labbook):
-        alarms += regressions(read_records(args.labbook, warn), records)
+    for record in records:
+        if record["kind"] == "comparison":
+            if "slower" in fail_on and record["verdict"] == "does-not-pay":
+                alarms.append(f"SLOWER {record['label']}: {sentence(record)}")
+            if "changed-text" in fail_on:
+                alarms += changed_text_alarm(record)
+    if "regression" in fail_on and os.path.isfile(labbook):
+        alarms += regressions(read_records(labbook, warn), records)
     return alarms
 
 
-def compare_command(argv: Sequence[str]) -> int:
-    """compare: the same comparison from saved runs."""
+def changed_text_alarm(record: JSON) -> list[str]:
+    """A line where texts differ on a baseline that agrees with itself."""
+    texts = record["text_comparison"]
+    blamed = texts["divergent"] - texts["unstable"]
+    if not blamed:
+        return []
+    besides = where = ""
+    if texts["unstable"]:
+        besides = f" ({texts['unstable']} more where it does)"
+    stable = [found for found in texts["divergences"] if found["class"] != "unstable-baseline"]
+    if stable:
+        byte = stable[0]["first_difference_at_byte"]
+        where = f"; the first: {stable[0]['prompt_id']} at byte {byte}"
+    return [
+        f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
+        f"baseline that does not disagree with itself{besides}{where}"
+    ]
+
+
+def compare_parser() -> Parser:
+    """The flags of `compare`."""
     parser = _parser(
         "compare",
         "Compare saved runs (measure --save-run): for machines that hold one server at a time.",
     )
+    parser.set_defaults(include_prompts=False)  # a run file holds none
     add = parser.add_argument
     add("baseline", help="run file with the baseline (and perhaps its candidates)")
     add("speculative", nargs="*", help="run files with one candidate each")
-    _add_results(add)
+    _add_results(parser)
     add(
         "--force",
         action="store_true",
         help="compare although conditions differ, and mark the record",
     )
-    args = parser.parse_args(argv)
-    args.command = shlex.join(["measure_speculative.py", "compare", *argv])
-    say = speaker(args.quiet)
+    return parser
+
+
+def compare_command(argv: Sequence[str]) -> int:
+    """compare: the same comparison from saved runs."""
+    args = compare_parser().parse_args(argv)
+    keeping = keeping_of(args, shlex.join(["measure_speculative.py", "compare", *argv]))
+    say = speaker(keeping.quiet)
     levels, triage = runs_to_compare(args.baseline, args.speculative, say)
-    check_outputs(args, [args.baseline, *args.speculative])
+    check_outputs(keeping, None, [args.baseline, *args.speculative])
     measured = []
-    for arms in levels:
-        if len(arms) < 2:
+    for runs in levels:
+        if len(runs) < 2:
             raise UsageError(
                 f"{args.baseline} holds one run only; give the file of the other server too"
             )
-        differ = sorted({name for run in arms[1:] for name in differing_conditions(arms[0], run)})
-        if differ and not args.force:
-            raise UsageError(
-                f"the runs cannot be compared; these differ: {', '.join(differ)}; --force does it anyway"
-            )
-        if any(run.interrupted for run in arms):
+        forced = forced_conditions(runs, args.force)
+        if any(run.interrupted for run in runs):
             say("a run was interrupted; what was finished is compared")
-        judging = Judging(args.label, args.min_gain, tuple(differ))
-        result = result_of(level_of(arms, args.min_gain), judging, triage)
-        measured.append(Measured(result, arms, False))
-    return conclude(args, measured, None, None)
+        judging = Judging(keeping.label, keeping.min_gain, tuple(forced))
+        result = result_of(level_of(runs, keeping.min_gain), judging, triage)
+        measured.append(Measured(result, runs, False))
+    return conclude(keeping, measured, None, ())
+
+
+def forced_conditions(runs: Sequence[Run], is_forced: bool) -> list[str]:
+    """Names of the conditions in which runs differ.  UsageError where any do, if not forced."""
+    differ: set[str] = set()
+    for run in runs[1:]:
+        differ.update(differing_conditions(runs[0], run))
+    names = sorted(differ)
+    if names and not is_forced:
+        raise UsageError(
+            f"the runs cannot be compared; these differ: {', '.join(names)}; --force does it anyway"
+        )
+    return names
 
 
 def runs_to_compare(
     first: str, others: Sequence[str], say: Say
-) -> tuple[list[list[Run]], dict[str, JSON]]:
-    """For each concurrency level of the baseline its runs, the baseline first; and the triage findings by arm.
-
-    Candidates are named by their arm, or by the stem of their file where that arm says nothing or is taken.
-    """
+) -> tuple[list[list[Run]], dict[str, dict[str, Triage]]]:
+    """For each level of the baseline its runs, the baseline first; and triage findings by arm."""
     runs, triage = read_runs(first, say)
-    baseline = next((run.arm for run in runs if run.arm == "baseline"), runs[0].arm)
+    arms = [run.arm for run in runs]
+    baseline = "baseline" if "baseline" in arms else arms[0]
     baselines = [replace(run, arm="baseline") for run in runs if run.arm == baseline]
     candidates = [run for run in runs if run.arm != baseline]
     for path in others:
         more, findings = read_runs(path, say)
-        stem, taken = (
-            os.path.splitext(os.path.basename(path))[0],
-            {"baseline", *(run.arm for run in candidates)},
-        )
-        arms = list(dict.fromkeys(run.arm for run in more))
-        for arm in [arm for arm in arms if arm != "baseline"] or arms:
-            name = stem if arm in taken or (arm == "speculative" and len(others) > 1) else arm
-            name = next(
-                n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in taken
-            )
+        taken = {"baseline", *(run.arm for run in candidates)}
+        names = candidate_names(path, more, taken, len(others) > 1)
+        for arm, name in names.items():
             candidates += [replace(run, arm=name) for run in more if run.arm == arm]
             triage[name] = findings.get(arm, triage.get(name, {}))
-    names = [run.arm for run in candidates]
-    # a candidate that was measured at one other level still stands here: its refusal names what differs
-    return [
-        [
-            run,
-            *(
-                c
-                for c in candidates
-                if c.conditions["concurrency"] == run.conditions["concurrency"]
-                or (len(baselines) == 1 and names.count(c.arm) == 1)
-            ),
-        ]
-        for run in baselines
-    ], triage
+    is_only = len(baselines) == 1
+    return [[run, *at_level_of(run, candidates, is_only)] for run in baselines], triage
+
+
+def candidate_names(
+    path: str, runs: Sequence[Run], taken: set[str], are_several: bool
+) -> dict[str, str]:
+    """What the candidates of a run file are called, by their arm in it.
+
+    It is their arm, or the stem of the file where that arm says nothing or is taken.  A baseline
+    is a candidate where it is alone.
+    """
+    stem, _ = os.path.splitext(os.path.basename(path))
+    arms = dict.fromkeys(run.arm for run in runs)
+    if len(arms) > 1:
+        arms.pop("baseline", None)
+    names = {}
+    for arm in arms:
+        name = arm
+        if arm in taken or (arm == "speculative" and are_several):
+            name = stem
+        numbers = itertools.count(2)
+        while name in taken:
+            name = f"{stem}-{next(numbers)}"
+        names[arm] = name
+    return names
+
+
+def at_level_of(baseline: Run, candidates: Sequence[Run], is_only: bool) -> list[Run]:
+    """The candidates that were measured at the level of this run of the baseline.
+
+    One that was measured at one other level still stands here: its refusal names what differs.
+    """
+    level = baseline.conditions["concurrency"]
+    arms = [run.arm for run in candidates]
+    found = []
+    for run in candidates:
+        is_lone = is_only and arms.count(run.arm) == 1
+        if is_lone or run.conditions["concurrency"] == level:
+            found.append(run)
+    return found
 
 
 def report_command(argv: Sequence[str]) -> int:
     """report: tables and history from the notebook."""
     parser = _parser("report", "Print the tables and the history that a lab notebook holds.")
-    parser.add_argument("labbook", help="notebook to read")
-    parser.add_argument("--label", help="only this label")
-    parser.add_argument(
-        "--format",
-        choices=("markdown", "csv", "json"),
-        default="markdown",
-        help="json: the records, one a line",
-    )
+    add, formats = parser.add_argument, ("markdown", "csv", "json")
+    add("labbook", help="notebook to read")
+    add("--label", help="only this label")
+    add("--format", choices=formats, default="markdown", help="json: the records, one a line")
     args = parser.parse_args(argv)
     records = read_records(args.labbook, say_on_stderr)
     if not records:
@@ -6900,29 +7171,87 @@ def report_command(argv: Sequence[str]) -> int:
             f"{args.labbook} holds no record of this program; give a notebook that --labbook named"
         )
     elif args.label:
-        labels = sorted({record["label"] for record in records})
-        records = [r for r in records if (r["label"] + "/").startswith(args.label + "/")]
-        if not records:
-            raise UsageError(
-                f"{args.labbook} has no label {args.label}; it has: {', '.join(labels) or 'none'}"
-            )
+        records = labelled(records, args.label, args.labbook)
     if args.format == "json":
         print_lines([json.dumps(record) for record in records])
+    elif args.format == "csv":
+        print_lines([csv_report(records)])
     else:
-        print_lines([csv_report(records) if args.format == "csv" else markdown_report(records)])
+        print_lines([markdown_report(records)])
     return MEASURED
 
 
-def break_even_command(argv: Sequence[str]) -> int:
-    """break-even: the arithmetic alone."""
+def labelled(records: Sequence[JSON], label: str, path: str) -> list[JSON]:
+    """The records of a label and of what stands below it.  UsageError where there are none."""
+    found = [record for record in records if f"{record['label']}/".startswith(f"{label}/")]
+    if not found:
+        labels = ", ".join(sorted({record["label"] for record in records}))
+        raise UsageError(f"{path} has no label {label}; it has: {labels or 'none'}")
+    return found
+
+
+@dataclass(frozen=True)
+class NeededAlpha:
+    """The acceptance at which drafts of one length and cost pay; `applies` is from alpha_needed."""
+
+    chain: int
+    draft_cost: float
+    alpha_needed: Optional[float]
+    applies: str
+
+
+@dataclass(frozen=True)
+class ExpectedSpeedup:
+    """What drafts of one length and cost bring at the acceptance that was given."""
+
+    chain: int
+    draft_cost: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class BestChain:
+    """The best length of drafts of one cost, None where longer is always better."""
+
+    draft_cost: float
+    chain: Optional[int]
+    speedup: Optional[float]  # beside a chain of None its limit; None: without limit
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What a target step was seen to cost, in target steps, and to bring, in tokens."""
+
+    step_cost: float
+    tokens_per_step: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class BreakEvenTable:
+    """What `break-even` answers, for each chain length each draft cost; None was not asked for."""
+
+    table: list[NeededAlpha]
+    speedups: Optional[list[ExpectedSpeedup]] = None
+    best: Optional[list[BestChain]] = None
+    measured: Optional[MeasuredStep] = None
+
+    def to_json(self) -> dict[str, object]:
+        """The object that --json prints."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def break_even_parser() -> Parser:
+    """The flags of `break-even`."""
     parser = _parser(
         "break-even",
         "Which acceptance does a draft need to pay, and which chain length is best?",
-        "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft cost "
-        "of 0.10 means\n"
+        "alpha is the probability that a tested draft is accepted (not accepted/drafted); a draft "
+        "cost of 0.10 means\n"
         "that drafting one token takes a tenth of one step of the target.  Leviathan et al. 2023.",
     )
-    add, most = parser.add_argument, 1_000_000
+    add = parser.add_argument
+    amount = _number(float, 1e-6, MOST_ASKED)
     add(
         "--chain",
         type=_listed(_number(int, 0, LONGEST_ASKED)),
@@ -6932,7 +7261,7 @@ def break_even_command(argv: Sequence[str]) -> int:
     )
     add(
         "--draft-cost",
-        type=_listed(_number(float, 0, most)),
+        type=_listed(_number(float, 0, MOST_ASKED)),
         default=[0.10, 0.20, 0.35],
         metavar="C,...",
         help="cost of one draft step in target steps (default 0.10,0.20,0.35)",
@@ -6945,88 +7274,104 @@ def break_even_command(argv: Sequence[str]) -> int:
     )
     add(
         "--measured-step-cost",
-        type=_number(float, 1e-6, most),
+        type=amount,
         metavar="X",
         help="what a step was seen to cost, in target steps",
     )
     add(
         "--tokens-per-step",
-        type=_number(float, 1e-6, most),
+        type=amount,
         metavar="L",
         help="tokens that a target step was seen to bring",
     )
     add("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def break_even_command(argv: Sequence[str]) -> int:
+    """break-even: the arithmetic alone."""
+    args = break_even_parser().parse_args(argv)
     cost, length = args.measured_step_cost, args.tokens_per_step
     if (cost is None) != (length is None):
         raise UsageError("--measured-step-cost and --tokens-per-step belong together; give both")
-    cells = [{"chain": k, "draft_cost": c} for k in args.chain for c in args.draft_cost]
-    needed = [alpha_needed(cell["chain"], 1 + cell["chain"] * cell["draft_cost"]) for cell in cells]
-    told: JSON = {
-        "table": [
-            {**cell, "alpha_needed": alpha, "applies": applies}
-            for cell, (applies, alpha) in zip(cells, needed)
-        ]
-    }
-    if args.alpha is not None:
-        told["speedups"] = [
-            {**cell, "speedup": speedup(args.alpha, cell["chain"], cell["draft_cost"])}
-            for cell in cells
-        ]
-        best = [(c, *best_chain(args.alpha, c)) for c in args.draft_cost]
-        told["best"] = [
-            {"draft_cost": c, "chain": chain, "speedup": ratio if math.isfinite(ratio) else None}
-            for c, chain, ratio in best
-        ]
+    told = break_even(args.chain, args.draft_cost, args.alpha)
     if cost is not None:
-        told["measured"] = {"step_cost": cost, "tokens_per_step": length, "speedup": length / cost}
-    print_lines([json.dumps(told)] if args.json else break_even_lines(args, told))
+        step = MeasuredStep(cost, length, length / cost)
+        told = replace(told, measured=step)
+    if args.json:
+        print_lines([json.dumps(told.to_json())])
+    else:
+        print_lines(break_even_lines(told, args.chain, args.draft_cost, args.alpha))
     return MEASURED
 
 
-def break_even_lines(args: argparse.Namespace, told: JSON) -> list[str]:
+def break_even(chains: Sequence[int], costs: Sequence[float], alpha: Optional[float]) -> BreakEvenTable:
+    """The alpha needed for each chain length and draft cost; given an alpha, what it brings too."""
+    cells = [(k, c) for k in chains for c in costs]
+    table = []
+    for k, c in cells:
+        applies, needed = alpha_needed(k, 1 + k * c)
+        table.append(NeededAlpha(k, c, needed, applies))
+    if alpha is None:
+        return BreakEvenTable(table)
+    speedups = [ExpectedSpeedup(k, c, speedup(alpha, k, c)) for k, c in cells]
+    best = []
+    for c in costs:
+        chain, ratio = best_chain(alpha, c)
+        limit = ratio if math.isfinite(ratio) else None
+        best.append(BestChain(c, chain, limit))
+    return BreakEvenTable(table, speedups, best)
+
+
+def break_even_lines(
+    told: BreakEvenTable, chains: Sequence[int], costs: Sequence[float], alpha: Optional[float]
+) -> list[str]:
     """The tables of `break-even` as text."""
-
-    def grid(title: str, cells: Iterator[str]) -> list[str]:
-        rows = [[f"k={k}", *(next(cells) for _ in args.draft_cost)] for k in args.chain]
-        return [
-            title,
-            text_table(["chain", *(f"c={cost:g}" for cost in args.draft_cost)], rows),
-            "",
-        ]
-
-    words = {"cannot-pay": "cannot pay", "any": "any"}
-    lines = grid(
-        "alpha needed to break even:",
-        (words.get(e["applies"]) or f"{e['alpha_needed']:.4f}" for e in told["table"]),
-    )
-    if args.alpha is not None:
-        lines += grid(
-            f"speed-up at alpha = {args.alpha:g}:",
-            (f"{e['speedup']:.3f}" for e in told["speedups"]),
-        )
-        for best in told["best"]:
-            found = (
-                f"{best['chain']} ({best['speedup']:.3f}x)"
-                if best["chain"]
-                else "none, no draft pays"
-            )
-            if best["chain"] is None:
-                limit = (
-                    "without limit"
-                    if best["speedup"] is None
-                    else f"towards {best['speedup']:.3f}x"
-                )
-                found = f"longer is always better, {limit}"
-            lines.append(f"best chain length at c = {best['draft_cost']:g}: {found}")
-    if "measured" in told:
-        ratio, cost = told["measured"]["speedup"], f"{args.measured_step_cost:g}"
-        lines.append(
-            f"measured: {args.tokens_per_step:g} tokens per step at a cost of {cost} target steps: "
-            f"{ratio:.3f}x; {'it pays' if ratio > 1 else 'it does not pay'}; more than {cost} tokens per "
-            "step are needed"
-        )
+    lines = ["alpha needed to break even:"]
+    lines += grid(chains, costs, map(needed_words, told.table))
+    if told.speedups:
+        lines.append(f"speed-up at alpha = {alpha:g}:")
+        lines += grid(chains, costs, (f"{cell.speedup:.3f}" for cell in told.speedups))
+    for best in told.best or ():
+        lines.append(f"best chain length at c = {best.draft_cost:g}: {best_words(best)}")
+    if told.measured:
+        lines.append(measured_words(told.measured))
     return lines
+
+
+def grid(chains: Sequence[int], costs: Sequence[float], cells: Iterator[str]) -> list[str]:
+    """A table with a row for each chain length and a column for each draft cost."""
+    header = ["chain", *(f"c={cost:g}" for cost in costs)]
+    rows = [[f"k={k}", *itertools.islice(cells, len(costs))] for k in chains]
+    return [text_table(header, rows), ""]
+
+
+def needed_words(cell: NeededAlpha) -> str:
+    """A cell of the table of alphas."""
+    if cell.alpha_needed is None:
+        return "cannot pay"
+    return "any" if cell.applies == "any" else f"{cell.alpha_needed:.4f}"
+
+
+def best_words(best: BestChain) -> str:
+    """The best chain length and its speed-up."""
+    if best.speedup is None:
+        return "longer is always better, without limit"
+    if best.chain is None:
+        return f"longer is always better, towards {best.speedup:.3f}x"
+    if best.chain == 0:
+        return "none, no draft pays"
+    return f"{best.chain} ({best.speedup:.3f}x)"
+
+
+def measured_words(step: MeasuredStep) -> str:
+    """What a measured step says: it pays where it brings more tokens than it costs target steps."""
+    pays = "it pays" if step.speedup > 1 else "it does not pay"
+    cost = f"{step.step_cost:g}"
+    return (
+        f"measured: {step.tokens_per_step:g} tokens per step at a cost of {cost} target steps: "
+        f"{step.speedup:.3f}x; {pays}; more than {cost} tokens per step are needed"
+    )
 
 
 def calibrate_command(argv: Sequence[str]) -> int:
@@ -7141,19 +7486,22 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     with contextlib.ExitStack() as stack:  # a daemon may have closed them, and Python then has none
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:
-                file = open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-                setattr(sys, name, stack.enter_context(file))
+                nowhere = open(  # noqa: SIM115
+                    os.devnull, "w", encoding="utf-8", errors="backslashreplace"
+                )
+                setattr(sys, name, stack.enter_context(nowhere))
         return run_command(words)
 
 
 def end_like_ctrl_c() -> None:
-    """Let a stopped service or a lost terminal end a measurement as Ctrl-C does: what was finished is kept.
+    """Let a stopped service or a lost terminal end a measurement as Ctrl-C does: all is kept.
 
-    More of them within 10 s do nothing, so that an impatient hand does not lose what is just being recorded.
+    More of them within 10 s do nothing, so that an impatient hand does not lose what is just being
+    recorded.
     """
     last = -math.inf
 
-    def end(number: int, frame: Any) -> None:
+    def end(number: int, frame: object) -> None:
         nonlocal last
         if time.monotonic() - last > 10:
             last = time.monotonic()

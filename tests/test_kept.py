@@ -158,7 +158,8 @@ class Kept(unittest.TestCase):
                 side_effect=[mock.Mock(interrupted=False), ms.MeasureError("no threads")],
             ),
         ):
-            ms.measure_levels(mock.Mock(warmup=0, concurrency=[1, 300]), [], [server], recorder)
+            settings = ms.Settings(arms=(), prompts=(), warmup=0, levels=(1, 300))
+            ms.measure_levels(settings, [server], recorder, "x", 0.0)
         self.assertRegex(recorder.trouble, "run file could not be written.*no threads")
 
     def test_ctrl_c_while_calibrate_appends_is_an_interruption(self):

@@ -498,15 +498,19 @@ class CalibrationRows(unittest.TestCase):
             reference_server(cls.drafting) as other,
             mock.patch.object(measure_speculative, "SETTLE_PAUSE_S", 0.0),
         ):
-            args = measure_speculative.measure_parser().parse_args(
-                ["--baseline-url", one, "--speculative-url", other, "--max-tokens", str(cls.length)]
+            settings = measure_speculative.Settings(
+                arms=(
+                    measure_speculative.ArmSettings("baseline", one),
+                    measure_speculative.ArmSettings("speculative", other),
+                ),
+                prompts=tuple(prompts),
+                max_tokens=cls.length,
             )
-            servers = [
-                measure_speculative.preflight(arm, url, args, print)
-                for arm, url in measure_speculative.arms_of(args)
-            ]
+            servers = [measure_speculative.preflight(arm, settings, print) for arm in settings.arms]
             recorder = measure_speculative.Recorder(print)
-            (cls.measured,) = measure_speculative.measure_levels(args, prompts, servers, recorder)
+            (cls.measured,) = measure_speculative.measure_levels(
+                settings, servers, recorder, "speculative-run", 0.0
+            )
             logs = [json.loads(get(api, "/truth"))[1 : 1 + len(prompts)] for api in (one, other)]
         cls.truth = [reference_truth(log) for log in logs]
         cls.by_prompt = [{entry["prompt"]: entry for entry in log} for log in logs]
