@@ -2472,7 +2472,7 @@ def server_numbers(
 
 @dataclass(frozen=True)
 class Shot:
-    """One planned request: which arm, prompt and repeat (all 0-based), and its place in its pair."""
+    """One planned request: its arm, prompt and repeat (all 0-based), and its place in its pair."""
 
     arm: int
     prompt: int
@@ -2482,7 +2482,10 @@ class Shot:
 
 @dataclass(frozen=True)
 class Block:
-    """Requests of one workload in one round, between two reads of the metrics; above concurrency 1 of one arm."""
+    """Requests of one workload in one round, between two reads of the metrics.
+
+    Above concurrency 1 they are all of one arm.
+    """
 
     workload: str
     shots: tuple[Shot, ...]
@@ -2510,15 +2513,18 @@ class Reading:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a server counted around one block, beside what this program received from it meanwhile."""
+    """What a server counted around one block, and what this program received from it meanwhile.
+
+    The fields stand so in run files.
+    """
 
     arm: str
     workload: str
     repeat: int
     before: Snapshot
     after: Snapshot
-    tokens: Optional[int]
-    answers: int
+    tokens: Optional[int]  # received, with all arms that share the server; so the next two
+    answers: int  # those that are not known to be empty
     failed: int
     elapsed_s: float
     waiting: Optional[float] = None  # the most requests seen queueing
@@ -2568,61 +2574,88 @@ class Run:
         return {pair: answer for pair, answer in answers.items() if pair in self.pairs}
 
 
+Groups = dict[str, list[int]]  # workload -> the numbers of its prompts
+
+
 def make_plan(
     workloads: Sequence[str], repeats: int, arms: int, order: str = "paired", concurrency: int = 1
 ) -> list[Block]:
     """The blocks in the order to be measured; `workloads` names the workload of each prompt.
 
-    Paired: all arms back to back for each prompt, the order rotating at every pair, so that drift and the
-    second place cancel instead of becoming a speed-up; each round starts one further, so no prompt keeps its order.
+    Paired: all arms back to back for each prompt, the order rotating at every pair, so that drift
+    and the second place cancel instead of becoming a speed-up; each round starts one further, so
+    no prompt keeps its order.
     """
-
-    def turn(by: int) -> list[tuple[int, int]]:
-        return [(place, (place + by) % arms) for place in range(arms)]
-
-    groups = {
-        name: [i for i, w in enumerate(workloads) if w == name] for name in dict.fromkeys(workloads)
-    }
+    groups: Groups = {}
+    for index, workload in enumerate(workloads):
+        groups.setdefault(workload, []).append(index)
     blocks: list[Block] = []
     for round_ in range(repeats):
-        pairs = itertools.count(round_)
-        for number, (name, prompts) in enumerate(groups.items()):
-            if concurrency == 1:
-                blocks.append(
-                    Block(
-                        name,
-                        tuple(
-                            Shot(arm, prompt, round_, place)
-                            for prompt in prompts
-                            for place, arm in turn(next(pairs))
-                        ),
-                    )
-                )
-                continue
-            copies = math.ceil(max(len(prompts), 2 * concurrency) / len(prompts))
-            repeat = range(round_ * copies, (round_ + 1) * copies)
-            blocks += [
-                Block(
-                    name,
-                    tuple(Shot(arm, prompt, copy, place) for copy in repeat for prompt in prompts),
-                )
-                for place, arm in turn(number + round_)
-            ]
-    if order == "sequential":
-        parts = [
-            Block(b.workload, tuple(s for s in b.shots if s.arm == arm))
-            for arm in range(arms)
-            for b in blocks
+        if concurrency == 1:
+            blocks += paired_round(groups, arms, round_)
+        else:
+            blocks += loaded_round(groups, arms, round_, concurrency)
+    if order == "paired":
+        return blocks
+    parts = []
+    for arm in range(arms):
+        for block in blocks:
+            shots = tuple(shot for shot in block.shots if shot.arm == arm)
+            parts.append(Block(block.workload, shots))
+    return [part for part in parts if part.shots]
+
+
+def rotated(arms: int, by: int) -> list[tuple[int, int]]:
+    """(place, arm) of all arms in turn, beginning `by` further."""
+    return [(place, (place + by) % arms) for place in range(arms)]
+
+
+def paired_round(groups: Groups, arms: int, round_: int) -> list[Block]:
+    """A block for each workload, in which the arms take turns at every prompt."""
+    blocks = []
+    pairs = itertools.count(round_)
+    for workload, prompts in groups.items():
+        shots = [
+            Shot(arm, prompt, round_, place)
+            for prompt in prompts
+            for place, arm in rotated(arms, next(pairs))
         ]
-        return [block for block in parts if block.shots]
+        blocks.append(Block(workload, tuple(shots)))
+    return blocks
+
+
+def loaded_round(groups: Groups, arms: int, round_: int, concurrency: int) -> list[Block]:
+    """A block for each workload and arm, the arms taking turns at every block.
+
+    It holds its prompts so often that its requests are twice as many as are in flight, or more.
+    """
+    blocks = []
+    for number, (workload, prompts) in enumerate(groups.items()):
+        copies = math.ceil(max(len(prompts), 2 * concurrency) / len(prompts))
+        repeats = range(round_ * copies, (round_ + 1) * copies)
+        for place, arm in rotated(arms, number + round_):
+            shots = [Shot(arm, prompt, repeat, place) for repeat in repeats for prompt in prompts]
+            blocks.append(Block(workload, tuple(shots)))
     return blocks
 
 
 class Recorder:
-    """Where readings go as they are taken: kept, written to the run file at once, and shown as progress."""
+    """Where readings go as they are taken: kept, written to the run file, and shown as progress.
 
-    def __init__(self, say: Say, file: Optional[BinaryIO] = None, show: bool = False) -> None:
-        self.say, self.file, self.show = say, file, show
+    `clock` gives seconds from any start; the loop times its blocks with it.
+    """
+
+    def __init__(
+        self,
+        say: Say,
+        file: Optional[BinaryIO] = None,
+        show: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.say = say
+        self.file = file
+        self.show = show
+        self.clock = clock
         self.trouble: Optional[str] = None
         self.answered = 0  # over all levels
         self.begin((), 0)
@@ -2631,11 +2664,15 @@ class Recorder:
         """Start a level of `total` requests under these conditions."""
         self.readings: list[Reading] = []
         self.counted: list[Counted] = []
-        self.started, self.total = time.monotonic(), total
         self.headers = list(headers)
+        self.total = total
+        self.started = self.clock()
 
     def write(self, line: JSON) -> None:
-        """One line of the run file; a file that cannot be written any more does not stop the measurement."""
+        """One line of the run file, at once.
+
+        A file that cannot be written any more does not stop the measurement.
+        """
         if self.file is None:
             return
         try:
@@ -2650,18 +2687,14 @@ class Recorder:
     def add(self, reading: Reading) -> None:
         """Keep one reading; the conditions of its level stand before it in the run file."""
         self.readings.append(reading)
-        self.answered += reading.answer is not None
+        if reading.answer:
+            self.answered += 1
         for header in self.headers:
             self.write({"kind": "run", **header})
         self.headers = []
         self.write(reading_to_json(reading))
         if self.show:
-            done = len(self.readings)
-            left = (time.monotonic() - self.started) / done * (self.total - done)
-            remaining = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            self._overwrite(
-                f"{done}/{self.total}  {reading.arm}  {reading.prompt_id}  about {remaining} left"
-            )
+            self._overwrite(printable(self._progress(reading)))
 
     def add_counted(self, counted: Counted) -> None:
         """Keep what a server counted around a block."""
@@ -2671,11 +2704,19 @@ class Recorder:
     def clear_progress(self) -> None:
         """Wipe the progress line."""
         if self.show:
-            self._overwrite("")
+            self._overwrite("", "\r")
 
-    def _overwrite(self, status: str) -> None:
+    def _progress(self, last: Reading) -> str:
+        done = len(self.readings)
+        left_s = (self.clock() - self.started) / done * (self.total - done)
+        remaining = f"{left_s / 60:.0f} min"
+        if left_s < 120:
+            remaining = f"{left_s:.0f} s"
+        return f"{done}/{self.total}  {last.arm}  {last.prompt_id}  about {remaining} left"
+
+    def _overwrite(self, line: str, end: str = "") -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
-            sys.stderr.write("\r" + printable(status)[:78].ljust(78) + "\r" * (not status))
+            sys.stderr.write("\r" + line[:78].ljust(78) + end)
             sys.stderr.flush()
 
 
@@ -2687,7 +2728,12 @@ def take_reading(
     UsageError if it `is_first`, which costs nothing measured, and is refused as it is.
     """
     reading = Reading(
-        endpoint.arm, shot.prompt, prompt.id, prompt.workload, shot.repeat, shot.place
+        arm=endpoint.arm,
+        prompt_index=shot.prompt,
+        prompt_id=prompt.id,
+        workload=prompt.workload,
+        repeat=shot.repeat,
+        place=shot.place,
     )
     try:
         answer, waited = patiently(lambda: complete(endpoint, prompt.messages), say, endpoint.name)
@@ -2698,10 +2744,9 @@ def take_reading(
         return replace(reading, error=refused or f"{endpoint.name}: {error}")
     if endpoint.engine == "koboldcpp":
         with contextlib.suppress(RequestFailed, ValueError):
+            page = endpoint.root + "/api/extra/perf"
             side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
-            answer.statistics["perf"], _ = get_json(
-                endpoint.root + "/api/extra/perf", endpoint.key, side_s
-            )
+            answer.statistics["perf"], _ = get_json(page, endpoint.key, side_s)
     return replace(reading, answer=answer, waited_s=waited)
 
 
@@ -2716,44 +2761,124 @@ def execute(
 ) -> bool:
     """Carry out the plan; True if it was interrupted.
 
-    `hosts` numbers the server behind each arm: where arms share one, its counters are of all of them.
+    `hosts` numbers the server behind each arm: where arms share one, its counters are of them all.
+    Without `warmed`, the first request of an arm may find that its server refuses it (UsageError).
     """
-    heard = set(range(len(endpoints))) if warmed else set()
+    loop = Loop(
+        endpoints=endpoints,
+        prompts=prompts,
+        hosts=hosts,
+        recorder=recorder,
+        concurrency=concurrency,
+    )
+    if warmed:
+        loop.heard.update(range(len(endpoints)))
     try:
         for block in plan:
-            befores = {
-                arm: metrics_snapshot(endpoints[arm])
-                for arm in dict.fromkeys(shot.arm for shot in block.shots)
-            }
-            first, started, waiting = len(recorder.readings), time.perf_counter(), None
-            if concurrency > 1:
-                finished, waiting = _take_at_once(
-                    block.shots, endpoints, prompts, recorder, concurrency
-                )
-            else:
-                for shot in block.shots:
-                    is_first = shot.arm not in heard and recorder.answered < len(endpoints)
-                    heard.add(shot.arm)
-                    recorder.add(
-                        take_reading(
-                            endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say, is_first
-                        )
-                    )
-                finished = time.perf_counter()
-            taken = recorder.readings[first:]
-            for arm, before in befores.items():
-                names = {
-                    endpoint.arm for endpoint, host in zip(endpoints, hosts) if host == hosts[arm]
-                }
-                mine = [reading for reading in taken if reading.arm in names]
-                recorder.add_counted(
-                    count_block(endpoints[arm], block, before, mine, finished - started, waiting)
-                )
+            loop.carry_out(block)
     except KeyboardInterrupt:
         return True
     finally:
         recorder.clear_progress()
     return False
+
+
+@dataclass
+class Loop:
+    """What sends the requests of a block, and reads the counters of its servers around them."""
+
+    endpoints: Sequence[Endpoint]
+    prompts: Sequence[Prompt]
+    hosts: Sequence[int]
+    recorder: Recorder
+    concurrency: int = 1
+    heard: set[int] = field(default_factory=set)  # arms that were sent a request before
+
+    def carry_out(self, block: Block) -> None:
+        """One block: its readings, and what each server counted meanwhile, go to the recorder."""
+        recorder, endpoints = self.recorder, self.endpoints
+        arms = dict.fromkeys(shot.arm for shot in block.shots)
+        befores = {arm: metrics_snapshot(endpoints[arm]) for arm in arms}
+        first = len(recorder.readings)
+        started, waiting = recorder.clock(), None
+        if self.concurrency > 1:
+            finished, waiting = self.take_at_once(block.shots)
+        else:
+            finished = self.take_in_turn(block.shots)
+        taken, elapsed_s = recorder.readings[first:], finished - started
+        for arm, before in befores.items():
+            same = {e.arm for e, host in zip(endpoints, self.hosts) if host == self.hosts[arm]}
+            mine = [reading for reading in taken if reading.arm in same]
+            counted = count_block(endpoints[arm], block, before, mine, elapsed_s, waiting)
+            recorder.add_counted(counted)
+
+    def take(self, shot: Shot, is_first: bool = False) -> Reading:
+        """One planned request."""
+        endpoint, prompt = self.endpoints[shot.arm], self.prompts[shot.prompt]
+        return take_reading(endpoint, prompt, shot, self.recorder.say, is_first)
+
+    def take_in_turn(self, shots: Sequence[Shot]) -> float:
+        """One request at a time; when the last ended, by the recorder's clock."""
+        for shot in shots:
+            is_first = shot.arm not in self.heard and self.recorder.answered < len(self.endpoints)
+            self.heard.add(shot.arm)
+            self.recorder.add(self.take(shot, is_first))
+        return self.recorder.clock()
+
+    def take_at_once(self, shots: Sequence[Shot]) -> tuple[float, Optional[float]]:
+        """A closed loop of `concurrency` requests in flight.
+
+        Returns when the last ended, and the most requests that were seen queueing, None if unknown.
+        """
+        pending: queue.SimpleQueue[Shot] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Reading, float]] = queue.SimpleQueue()
+        for shot in shots:
+            pending.put(shot)
+
+        def work() -> None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    reading = self.take(pending.get_nowait())
+                    done.put((reading, self.recorder.clock()))
+
+        try:
+            start_threads(work, self.concurrency)
+            return self.collect(done, len(shots), self.endpoints[shots[0].arm])
+        finally:  # after Ctrl-C, and where a thread could not start, nothing more is sent
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    pending.get_nowait()
+
+    def collect(
+        self, done: queue.SimpleQueue[tuple[Reading, float]], left: int, endpoint: Endpoint
+    ) -> tuple[float, Optional[float]]:
+        """Record what is `done` until none is left, and look meanwhile how many requests queue."""
+        clock = self.recorder.clock
+        finished, look_at = 0.0, clock() + 0.3
+        queued: list[float] = []
+        while left:
+            with contextlib.suppress(queue.Empty):
+                reading, finished = done.get(timeout=0.1)
+                self.recorder.add(reading)
+                left -= 1
+            if clock() >= look_at and left >= self.concurrency:
+                seen = metrics_snapshot(endpoint).total(_WAITING)
+                if seen is not None:
+                    queued.append(seen)
+                look_at = clock() + 1.0
+        return finished, max(queued, default=None)
+
+
+def start_threads(work: Callable[[], None], count: int) -> None:
+    """Run `work` in `count` threads.  MeasureError where the system has no room for them."""
+    try:
+        for _ in range(count):
+            # daemons: Ctrl-C need not wait for them
+            threading.Thread(target=work, daemon=True).start()
+    except RuntimeError as error:
+        raise MeasureError(
+            f"this system does not let {count} requests run at once ({error}); lower --concurrency"
+        ) from None
 
 
 def count_block(
@@ -2767,77 +2892,28 @@ def count_block(
     """What the server counted around a block, read once its counters have settled."""
     answers = [reading.answer for reading in taken if reading.answer]
     tokens = sum_known(answer.completion_tokens for answer in answers)
-    after = settled_snapshot(endpoint, before, tokens) if before.samples is not None else before
-    some = sum(answer.completion_tokens != 0 for answer in answers)
+    after = before
+    if before.samples is not None:
+        after = settled_snapshot(endpoint, before, tokens)
     return Counted(
-        endpoint.arm,
-        block.workload,
-        block.shots[0].repeat,
-        before,
-        after,
-        tokens,
-        some,
-        len(taken) - len(answers),
-        elapsed_s,
-        waiting,
+        arm=endpoint.arm,
+        workload=block.workload,
+        repeat=block.shots[0].repeat,
+        before=before,
+        after=after,
+        tokens=tokens,
+        answers=sum(answer.completion_tokens != 0 for answer in answers),
+        failed=len(taken) - len(answers),
+        elapsed_s=elapsed_s,
+        waiting=waiting,
     )
 
 
-def _take_at_once(
-    shots: Sequence[Shot],
-    endpoints: Sequence[Endpoint],
-    prompts: Sequence[Prompt],
-    recorder: Recorder,
-    concurrency: int,
-) -> tuple[float, Optional[float]]:
-    """A closed loop of `concurrency` requests in flight: (when the last ended, most requests seen queueing)."""
-    pending: queue.SimpleQueue[Shot] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[Reading, float]] = queue.SimpleQueue()
-    for shot in shots:
-        pending.put(shot)
-
-    def work() -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                shot = pending.get_nowait()
-                reading = take_reading(
-                    endpoints[shot.arm], prompts[shot.prompt], shot, recorder.say
-                )
-                done.put((reading, time.perf_counter()))
-
-    waiting: Optional[float] = None
-    left, finished, look_at = len(shots), 0.0, time.monotonic() + 0.3
-    try:
-        for _ in range(min(concurrency, len(shots))):
-            threading.Thread(
-                target=work, daemon=True
-            ).start()  # daemons: Ctrl-C need not wait for them
-        while left:
-            with contextlib.suppress(queue.Empty):
-                reading, finished = done.get(timeout=0.1)
-                recorder.add(reading)
-                left -= 1
-            if time.monotonic() >= look_at and left >= concurrency:
-                seen = metrics_snapshot(endpoints[shots[0].arm]).total(_WAITING)
-                waiting = seen if waiting is None else max(waiting, seen or 0.0)
-                look_at = time.monotonic() + 1.0
-    except (KeyboardInterrupt, RuntimeError) as error:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                pending.get_nowait()
-        if isinstance(error, RuntimeError):
-            raise MeasureError(
-                f"this system does not let {concurrency} requests run at once ({error}); lower "
-                "--concurrency"
-            ) from None
-        raise
-    return finished, waiting
-
-
 def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Optional[Answer]]:
-    """The last discarded answer of each endpoint.  UsageError where a server refuses the request as it is.
+    """The last discarded answer of each endpoint.  UsageError where a server refuses the request.
 
-    All arms get the same requests in the same order, the warm-up included: greedy text depends on a server's history.
+    All arms get the same requests in the same order, the warm-up included: greedy text depends on
+    a server's history.
     """
     answers: list[Optional[Answer]] = [None] * len(endpoints)
     text = "Count from one to twenty in words, separated by commas."
@@ -6037,7 +6113,8 @@ def csv_report(records: Sequence[JSON]) -> str:
 
 # ---- reference engine and calibration -----------------------------------------------------------
 
-# Two servers with known truth: a small explicit model, a real greedy speculative loop, modelled time.
+# Two servers with known truth: a small explicit model, a real greedy speculative loop, modelled
+# time.
 _WORDS = tuple(
     " " + a + b
     for a in ("sa", "ten", "mo", "lir", "ka", "dov", "re", "pin")
@@ -6045,10 +6122,17 @@ _WORDS = tuple(
 )
 
 
-def coin(*parts: Any) -> float:
-    """A number in [0, 1) that depends on its arguments alone: the randomness of the reference model."""
+def coin(*parts: object) -> float:
+    """A number in [0, 1) that depends on its arguments alone: the chance of the reference model."""
     digest = hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2.0**64
+
+
+def other_spelling(word: str) -> str:
+    """A word of the same length that differs in its last byte."""
+    if word[-1] == "x":
+        return word[:-1] + "y"
+    return word[:-1] + "x"
 
 
 @dataclass(frozen=True)
@@ -6061,14 +6145,12 @@ class Reference:
     step_s: float = 0.005
     prefill_s: float = 0.02
     seed: int = 0
-    planted: Optional[tuple[str, int]] = (
-        None  # (word in the prompt, token index) where this server changes one byte
-    )
+    # (word in the prompt, token index) where this server, if it drafts, changes one byte
+    planted: Optional[tuple[str, int]] = None
     planted_gap_nats: float = 0.1  # what the log probabilities say of the planted alternative
     flip: float = 0.0  # share of tokens that come out otherwise at random
-    capacity: Optional[float] = (
-        None  # tokens of a step that cost no more than one; beyond, its time grows with them
-    )
+    # tokens of a step that cost no more than one; beyond, its time grows with them
+    capacity: Optional[float] = None
 
     def target_token(self, prompt: str, n: int) -> str:
         """The target's greedy choice for token n."""
@@ -6077,154 +6159,215 @@ class Reference:
     def draft_token(self, prompt: str, n: int) -> str:
         """The draft's choice: the target's with probability alpha, independently at each place."""
         word = self.target_token(prompt, n)
-        return word if coin("draft", self.seed, prompt, n) < self.alpha else other_spelling(word)
+        if coin("draft", self.seed, prompt, n) < self.alpha:
+            return word
+        return other_spelling(word)
 
     def steps(self, prompt: str, length: int) -> Iterator[tuple[list[str], int, int]]:
-        """(tokens, drafted, accepted) of each step after the prefill, greedy speculative decoding for real."""
+        """(tokens, drafted, accepted) of each step after the prefill: greedy, for real."""
         n = 1
         while n < length:
-            drafts = [
-                self.draft_token(prompt, n + i) for i in range(min(self.chain, length - n - 1))
-            ]
-            accepted = 0
-            while accepted < len(drafts) and drafts[accepted] == self.target_token(
-                prompt, n + accepted
-            ):
-                accepted += 1
-            own = self.target_token(prompt, n + accepted)
-            yield [*drafts[:accepted], own], len(drafts), accepted
-            n += accepted + 1
-
-
-def other_spelling(word: str) -> str:
-    """A word of the same length that differs in its last byte."""
-    return word[:-1] + ("x" if word[-1] != "x" else "y")
-
-
-class _ReferenceState:
-    """What a reference server has done so far; its truth, and its metrics page."""
-
-    def __init__(self, config: Reference) -> None:
-        self.config, self.lock, self.active = config, threading.Lock(), 0
-        self.log: list[JSON] = []
+            drafted = min(self.chain, length - n - 1)
+            tokens: list[str] = []
+            while len(tokens) < drafted:
+                draft = self.draft_token(prompt, n + len(tokens))
+                if draft != self.target_token(prompt, n + len(tokens)):
+                    break
+                tokens.append(draft)
+            accepted = len(tokens)
+            tokens.append(self.target_token(prompt, n + accepted))
+            yield tokens, drafted, accepted
+            n += len(tokens)
 
     def spoken(self, prompt: str, n: int, word: str) -> str:
         """The token as this server says it: planted and random changes included."""
-        planted = self.config.planted
-        is_planted = planted and n == planted[1] and planted[0] in prompt and self.config.chain
-        is_flipped = self.config.flip and coin("flip", time.perf_counter_ns()) < self.config.flip
-        return other_spelling(word) if is_planted or is_flipped else word
+        where, at = self.planted or ("", -1)
+        if self.chain and n == at and where in prompt:
+            return other_spelling(word)
+        if self.flip and coin("flip", time.perf_counter_ns()) < self.flip:
+            return other_spelling(word)
+        return word
+
+    def step_cost_s(self, drafted: int, active: int) -> float:
+        """The time of one step with so many drafts, while so many requests are `active`."""
+        load = 1.0
+        if self.capacity:
+            load = max(1.0, active * (drafted + 1) / self.capacity)
+        return self.step_s * (load + drafted * self.draft_cost)
+
+
+@dataclass
+class Served:
+    """What one request truly took and brought; times as modelled, in seconds."""
+
+    prompt: str
+    tokens: int
+    prefill_s: float
+    positions: list[int]  # drafts accepted at each place of a chain, the first place first
+    decode_s: float = 0.0
+    steps: int = 0  # of the target, with drafts
+    plain_steps: int = 0  # and without
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0  # drafts that were tested and wrong: one a step at most
+
+    def book(self, drafted: int, accepted: int, cost_s: float) -> None:
+        """Add one step."""
+        self.decode_s += cost_s
+        self.drafted += drafted
+        self.accepted += accepted
+        if drafted:
+            self.steps += 1
+        else:
+            self.plain_steps += 1
+        if accepted < drafted:
+            self.rejected += 1
+        for place in range(accepted):
+            self.positions[place] += 1
+
+
+class ReferenceEngine:
+    """A reference server without its HTTP: what it says, when, and what it has done so far."""
+
+    def __init__(self, config: Reference) -> None:
+        self.config = config
+        self.lock = threading.Lock()
+        self.active = 0
+        self.log: list[Served] = []
+
+    def generate(
+        self, prompt: str, length: int, started: float, emit: Callable[[list[str]], None]
+    ) -> None:
+        """Produce `length` tokens at their modelled times, counted from `started` of the clock.
+
+        Waits end at absolute deadlines, so errors do not add up.
+        """
+        config, place_count = self.config, max(self.config.chain, 1)
+        served = Served(prompt, length, config.prefill_s, [0] * place_count)
+        with self.lock:
+            self.active += 1
+        try:
+            due, n = started + config.prefill_s, 1
+            time.sleep(max(0.0, due - time.perf_counter()))
+            emit([config.spoken(prompt, 0, config.target_token(prompt, 0))])
+            for tokens, drafted, accepted in config.steps(prompt, length):
+                with self.lock:
+                    cost_s = config.step_cost_s(drafted, self.active)
+                due += cost_s
+                time.sleep(max(0.0, due - time.perf_counter()))
+                emit([config.spoken(prompt, n + i, token) for i, token in enumerate(tokens)])
+                n += len(tokens)
+                served.book(drafted, accepted, cost_s)
+        finally:
+            with self.lock:
+                self.active -= 1
+                self.log.append(served)
+
+    def stream(
+        self, prompt: str, length: int, started: float, write: Callable[[bytes], object]
+    ) -> None:
+        """Write the events of a streamed answer, each chunk with its count of tokens."""
+        left = length
+
+        def event(value: object) -> None:
+            write(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+        def emit(tokens: list[str]) -> None:
+            nonlocal left
+            left -= len(tokens)
+            choice = {
+                "index": 0,
+                "delta": {"content": "".join(tokens)},
+                "token_ids": [0] * len(tokens),
+                "finish_reason": None if left else "length",
+            }
+            event({"choices": [choice]})
+
+        self.generate(prompt, length, started, emit)
+        usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": length}
+        event({"choices": [], "usage": usage})
+        write(b"data: [DONE]\n\n")
+
+    def plain_answer(self, prompt: str, length: int, started: float, with_logprobs: bool) -> str:
+        """A whole answer as JSON, with log probabilities of every token where asked for."""
+        tokens: list[str] = []
+        self.generate(prompt, length, started, tokens.extend)
+        message = {"role": "assistant", "content": "".join(tokens)}
+        choice: JSON = {"index": 0, "finish_reason": "length", "message": message}
+        if with_logprobs:
+            choice["logprobs"] = {"content": [self.spellings(token) for token in tokens]}
+        usage = {"prompt_tokens": 1, "completion_tokens": length}
+        return json.dumps({"choices": [choice], "usage": usage})
+
+    def spellings(self, token: str) -> JSON:
+        """The log probabilities of a token and of its other spelling, the planted gap below it."""
+
+        def entry(word: str, logprob: float) -> dict[str, object]:
+            return {"token": word, "bytes": list(word.encode()), "logprob": logprob}
+
+        said = entry(token, -0.1)
+        other = entry(other_spelling(token), -0.1 - self.config.planted_gap_nats)
+        return {**said, "top_logprobs": [said, other]}
 
     def metrics_page(self) -> str:
         """Counters under vLLM's names."""
         with self.lock:
             active, log = self.active, list(self.log)
         page = ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running {active}"]
-        counters = {"generation": "tokens"}
+
+        def add(name: str, values: Sequence[int]) -> None:
+            page.append(f"# TYPE vllm:{name}_total counter")
+            page.append(f"vllm:{name}_total {sum(values)}")
+
+        add("generation_tokens", [served.tokens for served in log])
         if self.config.chain:
-            counters.update(
-                {"spec_decode_num_draft": "drafted", "spec_decode_num_accepted": "accepted"}
-            )
-        for name, key in counters.items():
-            page += [
-                f"# TYPE vllm:{name}_tokens_total counter",
-                f"vllm:{name}_tokens_total {sum(entry[key] for entry in log)}",
-            ]
-        if self.config.chain:
-            positions = [
-                sum(entry["positions"][i] for entry in log) for i in range(self.config.chain)
-            ]
-            page += [
-                "# TYPE vllm:spec_decode_num_drafts_total counter",
-                f"vllm:spec_decode_num_drafts_total {sum(entry['steps'] for entry in log)}",
-                "# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter",
-            ]
-            page += [
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {count}'
-                for i, count in enumerate(positions)
-            ]
+            add("spec_decode_num_draft_tokens", [served.drafted for served in log])
+            add("spec_decode_num_accepted_tokens", [served.accepted for served in log])
+            add("spec_decode_num_drafts", [served.steps for served in log])
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            page.append(f"# TYPE {name} counter")
+            for place in range(self.config.chain):
+                count = sum(served.positions[place] for served in log)
+                page.append(f'{name}{{position="{place}"}} {count}')
         return "\n".join(page) + "\n"
 
-
-def _generate(
-    state: _ReferenceState,
-    prompt: str,
-    length: int,
-    started: float,
-    emit: Callable[[list[str]], None],
-) -> None:
-    """Produce `length` tokens at their modelled times; waits end at absolute deadlines, so errors do not add up."""
-    config, due, n = state.config, started + state.config.prefill_s, 1
-    entry: JSON = {
-        "prompt": prompt,
-        "tokens": length,
-        "prefill_s": config.prefill_s,
-        "decode_s": 0.0,
-        "positions": [0] * max(config.chain, 1),
-        **dict.fromkeys(("steps", "plain_steps", "drafted", "accepted", "rejected"), 0),
-    }
-    with state.lock:
-        state.active += 1
-    try:
-        time.sleep(max(0.0, due - time.perf_counter()))
-        emit([state.spoken(prompt, 0, config.target_token(prompt, 0))])
-        for tokens, drafted, accepted in config.steps(prompt, length):
-            with state.lock:
-                load = state.active * (drafted + 1) / config.capacity if config.capacity else 1.0
-            cost_s = config.step_s * (max(1.0, load) + drafted * config.draft_cost)
-            due += cost_s
-            time.sleep(max(0.0, due - time.perf_counter()))
-            emit([state.spoken(prompt, n + i, token) for i, token in enumerate(tokens)])
-            n += len(tokens)
-            for name, more in (
-                ("decode_s", cost_s),
-                ("steps" if drafted else "plain_steps", 1),
-                ("drafted", drafted),
-                ("accepted", accepted),
-                ("rejected", accepted < drafted),
-            ):
-                entry[name] += more
-            for i in range(accepted):
-                entry["positions"][i] += 1
-    finally:
-        with state.lock:
-            state.active -= 1
-            state.log.append(entry)
+    def truth_page(self) -> str:
+        """The whole log, as JSON: a list with an object for each request."""
+        with self.lock:
+            return json.dumps([asdict(served) for served in self.log])
 
 
-def reference_handler(state: _ReferenceState) -> Any:
+REFERENCE_MODELS = '{"object": "list", "data": [{"id": "reference", "owned_by": "reference"}]}'
+
+
+def reference_handler(engine: ReferenceEngine) -> type:
     """The request handler class of a reference server."""
     import http.server
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        """The HTTP of a real engine: models, metrics, streamed and plain completions; and the truth."""
+        """The HTTP of a real engine: models, metrics, both kinds of completion; and the truth."""
 
         disable_nagle_algorithm = True
 
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, *args: object) -> None:
             """Say nothing."""
 
         def reply(self, body: str, kind: str = "application/json") -> None:
             """One whole answer."""
             self.send_response(200)
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body.encode())))
+            self.send_header("Content-Length", str(len(body)))  # it is all ASCII
             self.end_headers()
             self.wfile.write(body.encode())
 
         def do_GET(self) -> None:
             """Models, metrics and truth."""
             if self.path == "/v1/models":
-                self.reply(
-                    json.dumps(
-                        {"object": "list", "data": [{"id": "reference", "owned_by": "reference"}]}
-                    )
-                )
+                self.reply(REFERENCE_MODELS)
             elif self.path == "/metrics":
-                self.reply(state.metrics_page(), "text/plain; version=0.0.4")
+                self.reply(engine.metrics_page(), "text/plain; version=0.0.4")
             elif self.path == "/truth":
-                with state.lock:
-                    self.reply(json.dumps(state.log))
+                self.reply(engine.truth_page())
             else:
                 self.send_error(404)
 
@@ -6233,40 +6376,13 @@ def reference_handler(state: _ReferenceState) -> Any:
             started = time.perf_counter()
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             prompt, length = body["messages"][-1]["content"], body["max_tokens"]
-            said: list[str] = []
             if not body.get("stream"):
-                _generate(state, prompt, length, started, said.extend)
-                self.reply(
-                    json.dumps(
-                        _plain_completion(state.config, said, length, bool(body.get("logprobs")))
-                    )
-                )
+                self.reply(engine.plain_answer(prompt, length, started, "logprobs" in body))
                 return
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
-
-            def send(choices: list[JSON], **more: Any) -> None:
-                self.wfile.write(
-                    b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
-                )
-
-            def emit(tokens: list[str]) -> None:
-                said.extend(tokens)
-                send(
-                    [
-                        {
-                            "index": 0,
-                            "delta": {"content": "".join(tokens)},
-                            "token_ids": [0] * len(tokens),
-                            "finish_reason": "length" if len(said) == length else None,
-                        }
-                    ]
-                )
-
-            _generate(state, prompt, length, started, emit)
-            send([], usage={"prompt_tokens": len(prompt.split()), "completion_tokens": length})
-            self.wfile.write(b"data: [DONE]\n\n")
+            engine.stream(prompt, length, started, self.wfile.write)
 
     return Handler
 
@@ -6275,13 +6391,11 @@ def serve_reference(config: Reference) -> int:
     """Serve until standard input ends, which it does when the parent is gone, however it went."""
     import http.server
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is the parent's to handle, also where there are no sessions
+    # Ctrl-C is the parent's to handle, also where there are no sessions
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     http.server.ThreadingHTTPServer.request_queue_size = 128
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), reference_handler(_ReferenceState(config))
-    )
+    handler = reference_handler(ReferenceEngine(config))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.handle_error = lambda *args: None  # type: ignore[method-assign]  # clients may leave
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with contextlib.suppress(OSError):  # a parent that is gone has ended our standard input too
@@ -6291,43 +6405,16 @@ def serve_reference(config: Reference) -> int:
     os._exit(0)  # requests in flight do not hold the process
 
 
-def _plain_completion(
-    config: Reference, tokens: list[str], length: int, with_logprobs: bool
-) -> JSON:
-    """A plain answer, with log probabilities of each token and of its other spelling where asked for."""
-    choice: JSON = {
-        "index": 0,
-        "finish_reason": "length",
-        "message": {"role": "assistant", "content": "".join(tokens)},
-    }
-    if with_logprobs:
-        gap = config.planted_gap_nats
-
-        def one(token: str, logprob: float) -> JSON:
-            return {"token": token, "bytes": list(token.encode()), "logprob": logprob}
-
-        choice["logprobs"] = {
-            "content": [
-                {
-                    **one(token, -0.1),
-                    "top_logprobs": [one(token, -0.1), one(other_spelling(token), -0.1 - gap)],
-                }
-                for token in tokens
-            ]
-        }
-    return {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": length}}
-
-
 @contextlib.contextmanager
 def reference_server(config: Reference) -> Iterator[str]:
-    """The base URL of a reference server in a process of its own, which ends with this block whatever happens."""
-    command = [
-        sys.executable,
-        os.path.abspath(__file__),
-        "reference-server",
-        json.dumps(asdict(config)),
-    ]
-    # a session of its own: Ctrl-C reaches this process alone, which then closes the server's standard input
+    """The base URL of a reference server in a process of its own.
+
+    It ends with this block, whatever happens.  MeasureError where it does not start.
+    """
+    program = os.path.abspath(__file__)
+    command = [sys.executable, program, "reference-server", json.dumps(asdict(config))]
+    # a session of its own: Ctrl-C reaches this process alone, which then closes the server's
+    # standard input
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -6352,220 +6439,304 @@ def reference_server(config: Reference) -> Iterator[str]:
 
 
 def cpu_share(seconds: float = 0.25) -> float:
-    """The share of a processor that this process gets when it asks for all of it: 1 on an idle machine."""
+    """The share of a processor that this process gets if it asks for all: 1 on an idle machine."""
     wall, used = time.perf_counter(), time.thread_time()
     while time.perf_counter() - wall < seconds:
         pass
     return (time.thread_time() - used) / (time.perf_counter() - wall)
 
 
-def reference_truth(log: Sequence[JSON]) -> JSON:
-    """True figures of one reference server from its own log: speeds in tokens/s, times in seconds, exact counts."""
-    counts = (
-        "tokens",
-        "steps",
-        "plain_steps",
-        "drafted",
-        "accepted",
-        "rejected",
-        "decode_s",
-        "prefill_s",
+@dataclass(frozen=True)
+class Truth:
+    """True figures of one reference server: speeds in tokens/s, times in seconds, exact counts."""
+
+    tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+    rejected: int
+    positions: tuple[int, ...]
+    decode_s: float
+    tokens_per_s: float
+    decode_tokens_per_s: float
+    tokens_per_step: float
+    step_s: float
+    ttft_s: float
+    request_s: dict[str, float]  # by prompt
+
+
+def reference_truth(log: Sequence[Served]) -> Truth:
+    """What a server's own log says, which must not be empty."""
+    tokens = sum(served.tokens for served in log)
+    steps = sum(served.steps for served in log)
+    all_steps = steps + sum(served.plain_steps for served in log)
+    decode_s = math.fsum(served.decode_s for served in log)
+    prefill_s = math.fsum(served.prefill_s for served in log)
+    decoded = tokens - len(log)  # the first token of an answer comes from the prompt pass
+    positions = zip(*(served.positions for served in log))
+    return Truth(
+        tokens=tokens,
+        steps=steps,
+        drafted=sum(served.drafted for served in log),
+        accepted=sum(served.accepted for served in log),
+        rejected=sum(served.rejected for served in log),
+        positions=tuple(sum(column) for column in positions),
+        decode_s=decode_s,
+        tokens_per_s=tokens / (decode_s + prefill_s),
+        decode_tokens_per_s=decoded / decode_s,
+        tokens_per_step=decoded / all_steps,
+        step_s=decode_s / all_steps,
+        ttft_s=prefill_s / len(log),
+        request_s={served.prompt: served.decode_s + served.prefill_s for served in log},
     )
-    total = {
-        name: math.fsum(e[name] for e in log) if name.endswith("_s") else sum(e[name] for e in log)
-        for name in counts
-    }
-    decoded, targets = total["tokens"] - len(log), total["steps"] + total["plain_steps"]
-    return {
-        **total,
-        "positions": [sum(column) for column in zip(*(e["positions"] for e in log))],
-        "tokens_per_s": total["tokens"] / (total["decode_s"] + total["prefill_s"]),
-        "decode_tokens_per_s": decoded / total["decode_s"],
-        "tokens_per_step": decoded / targets,
-        "step_s": total["decode_s"] / targets,
-        "ttft_s": total["prefill_s"] / len(log),
-        "request_s": {e["prompt"]: e["decode_s"] + e["prefill_s"] for e in log},
-    }
+
+
+def reference_settings(baseline_url: str, speculative_url: str, length: int) -> Settings:
+    """How `calibrate` measures a reference pair: the built-in prompts, `length` tokens each."""
+    return Settings(
+        arms=(
+            ArmSettings("baseline", baseline_url),
+            ArmSettings("speculative", speculative_url),
+        ),
+        prompts=tuple(built_in_prompts()),
+        max_tokens=length,
+        key_variable="MEASURE_SPECULATIVE_NO_KEY",
+        simulated=True,
+    )
 
 
 def measure_reference(
     plain: Reference, drafting: Reference, length: int
-) -> tuple[Measured, list[list[JSON]]]:
-    """The whole measurement against a reference pair, and what each server logged of the measured requests."""
+) -> tuple[Measured, list[list[Served]]]:
+    """The whole measurement against a reference pair, and what each server logged of it.
+
+    KeyboardInterrupt where it was interrupted.
+    """
     with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
-        settings = Settings(
-            arms=(
-                ArmSettings("baseline", baseline_url),
-                ArmSettings("speculative", speculative_url),
-            ),
-            prompts=tuple(built_in_prompts()),
-            max_tokens=length,
-            key_variable="MEASURE_SPECULATIVE_NO_KEY",
-            simulated=True,
-        )
+        settings = reference_settings(baseline_url, speculative_url, length)
         servers = [preflight(arm, settings, say_on_stderr) for arm in settings.arms]
         recorder = Recorder(say_on_stderr, show=sys.stderr.isatty())
-        measured = measure_levels(settings, servers, recorder, Judging("calibrate", 0.0))[0]
+        judging = Judging("calibrate", 0.0)
+        (measured,) = measure_levels(settings, servers, recorder, judging)
         if measured.interrupted:
             raise KeyboardInterrupt
-        logs = [
-            loads(get_text(server.endpoint.root + "/truth")[0])[1 : 1 + len(built_in_prompts())]
-            for server in servers
-        ]
-    return measured, logs
+        return measured, [measured_requests(server.endpoint, settings) for server in servers]
 
 
-def calibration_rows(measured: Measured, truth: Sequence[JSON], drafting: Reference) -> list[JSON]:
-    """Each quantity with its true and its measured value, the error, its unit, and whether that is within tolerance."""
-    baseline, candidate = measured.result.endpoints
-    comparison, (plain, drafted) = measured.result.comparisons[0], truth
-    acceptance, why = candidate["acceptance"] or {}, comparison["break_even"]
-    logs = [math.log(plain["request_s"][p] / drafted["request_s"][p]) for p in plain["request_s"]]
+def measured_requests(endpoint: Endpoint, settings: Settings) -> list[Served]:
+    """A reference server's log without warm-up and triage."""
+    page, _ = get_text(endpoint.root + "/truth")
+    log = [Served(**entry) for entry in loads(page)]
+    return log[settings.warmup : settings.warmup + len(settings.prompts)]
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """One quantity: its true and its measured value, and whether that is within tolerance.
+
+    `error` is in percent or in `unit`; None where that is "exact", or where nothing was measured.
+    """
+
+    quantity: str
+    true: object  # a number, a list of numbers or a word
+    measured: object
+    error: Optional[float]
+    unit: str
+    within: bool
+
+
+def exactly(quantity: str, true: object, measured: object) -> Calibrated:
+    """A quantity in which no error is allowed."""
+    return Calibrated(
+        quantity=quantity,
+        true=true,
+        measured=measured,
+        error=None,
+        unit="exact",
+        within=measured == true,
+    )
+
+
+def within(
+    tolerance: float, unit: str, quantity: str, true: float, measured: Optional[float]
+) -> Calibrated:
+    """A quantity that may be off by `tolerance`, which is in `unit`; "%" is relative."""
+    error = None
+    if measured is not None:
+        error = measured - true
+        if unit == "%":
+            error = 100 * (measured / true - 1)
+    return Calibrated(
+        quantity=quantity,
+        true=true,
+        measured=measured,
+        error=error,
+        unit=unit,
+        within=error is not None and abs(error) <= tolerance,
+    )
+
+
+def calibration_rows(
+    measured: Measured, truth: Sequence[Truth], drafting: Reference
+) -> list[Calibrated]:
+    """Each quantity that a measurement tells; the truth is that of baseline and candidate."""
+    plain, drafted = truth
+    result = measured.result
+    rows = list(calibrated_speeds(result, plain, drafted))
+    rows += calibrated_counts(result, drafted)
+    rows += calibrated_costs(result, drafted, drafting)
+    rows += calibrated_client(measured, plain, drafted)
+    rows += calibrated_text(result, drafting)
+    return rows
+
+
+def calibrated_speeds(result: Result, plain: Truth, drafted: Truth) -> Iterator[Calibrated]:
+    """Rates, and the ratio as the mean of the prompts' log ratios."""
+    arms = list(zip(("baseline", "speculative"), (plain, drafted), result.endpoints))
+    for name, true, told in arms:
+        seen = told["output_tokens_per_s"]
+        yield within(1.0, "%", f"{name} tokens/s", true.tokens_per_s, seen)
+    logs = [math.log(plain.request_s[p] / drafted.request_s[p]) for p in plain.request_s]
+    ratio = math.exp(math.fsum(logs) / len(logs))
+    yield within(0.5, "%", "ratio", ratio, ratio_in(result.comparisons[0]))
+    for name, true, told in arms:
+        seen = told["decode_tokens_per_s"]
+        yield within(0.5, "%", f"{name} decode tokens/s", true.decode_tokens_per_s, seen)
+
+
+def calibrated_counts(result: Result, drafted: Truth) -> Iterator[Calibrated]:
+    """What the counters tell of drafts and steps."""
+    told = as_dict(result.endpoints[1]["acceptance"])
+    yield exactly("verification steps", drafted.steps, told.get("steps"))
+    yield exactly("tokens drafted", drafted.drafted, told.get("drafted"))
+    yield exactly("tokens accepted", drafted.accepted, told.get("accepted"))
+    yield exactly("acceptance rate", drafted.accepted / drafted.drafted, told.get("rate"))
+    alpha = drafted.accepted / (drafted.accepted + drafted.rejected)
+    yield within(0.02, "absolute", "alpha", alpha, told.get("alpha"))
+    positions = [count / drafted.steps for count in drafted.positions]
+    yield exactly("accepted per position", positions, told.get("per_position"))
+    seen = told.get("tokens_per_target_step")
+    yield exactly("tokens per step", drafted.tokens_per_step, seen)
+
+
+def calibrated_costs(result: Result, drafted: Truth, drafting: Reference) -> Iterator[Calibrated]:
+    """What a step and a draft cost, in steps of the target alone."""
+    told = result.comparisons[0]["break_even"]
+    cost = drafted.step_s / drafting.step_s
+    yield within(1.0, "%", "step cost, target steps", cost, told["step_cost"])
+    cost = drafting.draft_cost
+    yield within(0.02, "absolute", "draft cost, target steps", cost, told["draft_cost"])
+
+
+def calibrated_client(measured: Measured, plain: Truth, drafted: Truth) -> Iterator[Calibrated]:
+    """Times in ms that this program adds: before the first token, to a request, to a token."""
+    arms = zip(("baseline", "speculative"), (plain, drafted), measured.result.endpoints)
+    for name, true, told in arms:
+        seen_ms = 1000 * told["ttft_s"]["mean"]
+        yield within(2.0, "ms", f"{name} time to first token, ms", 1000 * true.ttft_s, seen_ms)
     answers = [list(run.answers().values()) for run in measured.runs]
     late_s = [answer.latency_s for arm in answers for answer in arm]
-    late_s += [-seconds for arm in truth for seconds in arm["request_s"].values()]
-    slow_s = math.fsum(answer.decode_s or 0.0 for answer in answers[0]) - plain["decode_s"]
-    spoken, planted = built_in_prompts()[8].messages[0]["content"], (drafting.planted or ("", 0))[1]
-    found = comparison["text_comparison"]["divergences"] or [{}]
-    rows = [
-        ("baseline tokens/s", plain["tokens_per_s"], baseline["output_tokens_per_s"], 1.0, "%"),
-        (
-            "speculative tokens/s",
-            drafted["tokens_per_s"],
-            candidate["output_tokens_per_s"],
-            1.0,
-            "%",
-        ),
-        ("ratio", math.exp(math.fsum(logs) / len(logs)), ratio_in(comparison), 0.5, "%"),
-        (
-            "baseline decode tokens/s",
-            plain["decode_tokens_per_s"],
-            baseline["decode_tokens_per_s"],
-            0.5,
-            "%",
-        ),
-        (
-            "speculative decode tokens/s",
-            drafted["decode_tokens_per_s"],
-            candidate["decode_tokens_per_s"],
-            0.5,
-            "%",
-        ),
-        ("verification steps", drafted["steps"], acceptance.get("steps"), 0, "exact"),
-        ("tokens drafted", drafted["drafted"], acceptance.get("drafted"), 0, "exact"),
-        ("tokens accepted", drafted["accepted"], acceptance.get("accepted"), 0, "exact"),
-        (
-            "acceptance rate",
-            drafted["accepted"] / drafted["drafted"],
-            acceptance.get("rate"),
-            0,
-            "exact",
-        ),
-        (
-            "alpha",
-            drafted["accepted"] / (drafted["accepted"] + drafted["rejected"]),
-            acceptance.get("alpha"),
-            0.02,
-            "absolute",
-        ),
-        (
-            "accepted per position",
-            [count / drafted["steps"] for count in drafted["positions"]],
-            acceptance.get("per_position"),
-            0,
-            "exact",
-        ),
-        (
-            "tokens per step",
-            drafted["tokens_per_step"],
-            acceptance.get("tokens_per_target_step"),
-            0,
-            "exact",
-        ),
-        (
-            "step cost, target steps",
-            drafted["step_s"] / drafting.step_s,
-            why["step_cost"],
-            1.0,
-            "%",
-        ),
-        ("draft cost, target steps", drafting.draft_cost, why["draft_cost"], 0.02, "absolute"),
-        (
-            "baseline time to first token, ms",
-            1000 * plain["ttft_s"],
-            1000 * baseline["ttft_s"]["mean"],
-            2.0,
-            "ms",
-        ),
-        (
-            "speculative time to first token, ms",
-            1000 * drafted["ttft_s"],
-            1000 * candidate["ttft_s"]["mean"],
-            2.0,
-            "ms",
-        ),
-        (
-            "client time per request, ms",
-            0.0,
-            1000 * math.fsum(late_s) / sum(map(len, answers)),
-            3.0,
-            "ms",
-        ),
-        ("client time per token, ms", 0.0, 1000 * slow_s / plain["tokens"], 0.05, "ms"),
-        (
-            "planted difference, byte",
-            sum(len(drafting.target_token(spoken, n)) for n in range(planted + 1)) - 1,
-            found[0].get("first_difference_at_byte") if len(found) == 1 else None,
-            0,
-            "exact",
-        ),
-        ("planted near tie", "near-tie", (found[0].get("triage") or {}).get("finding"), 0, "exact"),
-    ]
-    return [_calibrated(*row) for row in rows]
+    for true in (plain, drafted):
+        late_s += [-seconds for seconds in true.request_s.values()]
+    late_ms = 1000 * math.fsum(late_s) / sum(map(len, answers))
+    yield within(3.0, "ms", "client time per request, ms", 0.0, late_ms)
+    slow_s = math.fsum(answer.decode_s or 0.0 for answer in answers[0]) - plain.decode_s
+    slow_ms = 1000 * slow_s / plain.tokens
+    yield within(0.05, "ms", "client time per token, ms", 0.0, slow_ms)
 
 
-def _calibrated(quantity: str, true: Any, seen: Any, tolerance: float, unit: str) -> JSON:
-    error, within = None, seen == true
-    if unit != "exact":
-        error = None if seen is None else 100 * (seen / true - 1) if unit == "%" else seen - true
-        within = error is not None and abs(error) <= tolerance
-    return {
-        "quantity": quantity,
-        "true": true,
-        "measured": seen,
-        "error": error,
-        "unit": unit,
-        "within": within,
-    }
+def calibrated_text(result: Result, drafting: Reference) -> Iterator[Calibrated]:
+    """The one planted difference: where it is, and what the log probabilities say of it."""
+    spoken = built_in_prompts()[8].messages[0]["content"]
+    _, at = drafting.planted or ("", 0)
+    before = "".join(drafting.target_token(spoken, n) for n in range(at + 1))
+    found = result.comparisons[0]["text_comparison"]["divergences"]
+    seen = found[0]["first_difference_at_byte"] if len(found) == 1 else None
+    yield exactly("planted difference, byte", len(before) - 1, seen)
+    reason = as_dict(found[0]["triage"]).get("finding") if found else None
+    yield exactly("planted near tie", "near-tie", reason)
 
 
-def calibration_lines(rows: Sequence[JSON]) -> list[str]:
-    """The table of `calibrate`."""
+@dataclass(frozen=True)
+class Calibration:
+    """The errors of every quantity, and the share of a processor that was there for it (0 to 1)."""
 
-    def shown(value: Any) -> str:
-        if isinstance(value, list):
-            return " ".join(map(shown, value[:4])) + " ..." * (len(value) > 4)
-        if isinstance(value, float):
-            return f"{round(value, 3) + 0.0:.3f}"
-        return "unknown" if value is None else str(value)
+    rows: Sequence[Calibrated]
+    cpu_share: float
 
+    @property
+    def wrong(self) -> list[str]:
+        """The quantities that are out of tolerance."""
+        return [row.quantity for row in self.rows if not row.within]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs hold the processors."""
+        return self.cpu_share < 0.9
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether this machine, now, can measure."""
+        return not self.wrong and not self.is_busy
+
+    @property
+    def good_to(self) -> float:
+        """The largest error of a rate or ratio, in percent; no better than 0.05 is claimed."""
+        errors = [abs(row.error) for row in self.rows if row.unit == "%" and row.error is not None]
+        return max([0.05, *errors])
+
+
+def calibrate(plain: Reference, drafting: Reference, length: int) -> tuple[Measured, Calibration]:
+    """Measure a reference pair, and hold it against the truth.
+
+    The processor's share is the smaller one of before and after.  MeasureError where a server ends
+    before its time.
+    """
+    share = cpu_share()
+    try:
+        measured, logs = measure_reference(plain, drafting, length)
+    except (RequestFailed, UsageError) as error:
+        raise MeasureError(
+            f"a reference server ended before its time ({error}); run calibrate again"
+        ) from None
+    share = min(share, cpu_share())
+    rows = calibration_rows(measured, [reference_truth(log) for log in logs], drafting)
+    return measured, Calibration(rows, share)
+
+
+def calibration_lines(rows: Sequence[Calibrated]) -> list[str]:
+    """The table of `calibrate`; what is out of tolerance has a mark."""
     cells = []
     for row in rows:
-        error = "none" if row["within"] else "WRONG"
-        if row["unit"] != "exact":
-            unit = {"%": "%", "ms": " ms"}.get(row["unit"], "")
-            error = (
-                "unknown" if row["error"] is None else f"{round(row['error'], 3) + 0.0:+.3f}{unit}"
-            )
-        cells.append(
-            [
-                row["quantity"],
-                shown(row["true"]),
-                shown(row["measured"]),
-                error + " !" * (not row["within"]),
-            ]
-        )
+        error = error_words(row)
+        if not row.within:
+            error += " !"
+        cells.append([row.quantity, value_words(row.true), value_words(row.measured), error])
     return [text_table(("Quantity", "True", "Measured", "Error"), cells)]
+
+
+def value_words(value: object) -> str:
+    """A true or measured value; of a list the first four."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, list):
+        shown = [value_words(each) for each in value[:4]]
+        if len(value) > 4:
+            shown.append("...")
+        return " ".join(shown)
+    if isinstance(value, float):
+        return f"{round(value, 3) + 0.0:.3f}"  # + 0.0: no "-0.000"
+    return str(value)
+
+
+def error_words(row: Calibrated) -> str:
+    """The error with its unit."""
+    if row.unit == "exact":
+        return "none" if row.within else "WRONG"
+    if row.error is None:
+        return "unknown"
+    unit = {"%": "%", "ms": " ms"}.get(row.unit, "")
+    return f"{round(row.error, 3) + 0.0:+.3f}{unit}"
 
 
 # ---- command line -------------------------------------------------------------------------------
@@ -7305,7 +7476,9 @@ def break_even_command(argv: Sequence[str]) -> int:
     return MEASURED
 
 
-def break_even(chains: Sequence[int], costs: Sequence[float], alpha: Optional[float]) -> BreakEvenTable:
+def break_even(
+    chains: Sequence[int], costs: Sequence[float], alpha: Optional[float]
+) -> BreakEvenTable:
     """The alpha needed for each chain length and draft cost; given an alpha, what it brings too."""
     cells = [(k, c) for k in chains for c in costs]
     table = []
@@ -7374,8 +7547,8 @@ def measured_words(step: MeasuredStep) -> str:
     )
 
 
-def calibrate_command(argv: Sequence[str]) -> int:
-    """calibrate: measure two servers of known truth, and print the errors."""
+def calibrate_parser() -> argparse.ArgumentParser:
+    """The flags of `calibrate`."""
     parser = _parser(
         "calibrate",
         "Measure two servers of known truth on this machine, and print the error of every figure.",
@@ -7402,70 +7575,78 @@ def calibrate_command(argv: Sequence[str]) -> int:
     )
     add("--labbook", metavar="FILE", help="also append the records, marked as simulated")
     add("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def calibrate_command(argv: Sequence[str]) -> int:
+    """calibrate: measure two servers of known truth, and print the errors."""
+    args = calibrate_parser().parse_args(argv)
     if args.labbook:
         check_appendable(args.labbook)
-    length = 192 if args.step_ms <= 6 else max(16, int(1100 / args.step_ms))
-    plain = Reference(args.alpha, 0, args.draft_cost, args.step_ms / 1000)
-    drafting = replace(plain, chain=args.chain, planted=("lighthouse", length // 2))
-    share = cpu_share()
-    try:
-        measured, logs = measure_reference(plain, drafting, length)
-    except (RequestFailed, UsageError) as error:
-        raise MeasureError(
-            f"a reference server ended before its time ({error}); run calibrate again"
-        ) from None
-    share = min(share, cpu_share())
-    rows = calibration_rows(measured, [reference_truth(log) for log in logs], drafting)
-    lines, unkept, stopped = (
-        append_or_show(args.labbook, measured.result.records())
-        if args.labbook
-        else ([], None, False)
+    length = 192
+    if args.step_ms > 6:  # about a second for the answer of a slow server
+        length = max(16, int(1100 / args.step_ms))
+    plain = Reference(
+        alpha=args.alpha, chain=0, draft_cost=args.draft_cost, step_s=args.step_ms / 1000
     )
-    bad = [row["quantity"] for row in rows if not row["within"]]
-    fit = not bad and share >= 0.9
+    drafting = replace(plain, chain=args.chain, planted=("lighthouse", length // 2))
+    measured, calibration = calibrate(plain, drafting, length)
+    lines: list[str] = []
+    unkept, stopped = None, False
+    if args.labbook:
+        lines, unkept, stopped = append_or_show(args.labbook, measured.result.records())
     if unkept:
         say_on_stderr(unkept)
-    if args.json:
-        print_lines([json.dumps({"quantities": rows, "cpu_share": share, "fit": fit})])
-    else:
-        worst = max(
-            [
-                0.05,
-                *(
-                    abs(row["error"])
-                    for row in rows
-                    if row["unit"] == "%" and row["error"] is not None
-                ),
-            ]
-        )
-        said = ["", f"On this machine, now, ratios are good to {worst:.1f}%."] if fit else []
-        print_lines(calibration_lines(rows) + said)
+    print_lines(calibration_page(calibration, args.json))
     if unkept:
         print_lines(lines)
         return INTERRUPTED if stopped else COULD_NOT_MEASURE
-    if share < 0.9:
-        say_on_stderr(
-            f"NOT FIT: other programs hold the processors (this one got {share:.0%} of one when it asked "
-            "for all); measure again when the machine is idle"
+    if calibration.is_fit:
+        return MEASURED
+    say_on_stderr(misfit_words(calibration))
+    return COULD_NOT_MEASURE
+
+
+def calibration_page(calibration: Calibration, as_json: bool) -> list[str]:
+    """What `calibrate` prints: the table and what it means, or all of it as one line of JSON."""
+    if as_json:
+        told = {
+            "quantities": [asdict(row) for row in calibration.rows],
+            "cpu_share": calibration.cpu_share,
+            "fit": calibration.is_fit,
+        }
+        return [json.dumps(told)]
+    lines = calibration_lines(calibration.rows)
+    if calibration.is_fit:
+        good_to = calibration.good_to
+        lines += ["", f"On this machine, now, ratios are good to {good_to:.1f}%."]
+    return lines
+
+
+def misfit_words(calibration: Calibration) -> str:
+    """Why this machine, now, is not fit to measure on."""
+    if calibration.is_busy:
+        return (
+            "NOT FIT: other programs hold the processors (this one got "
+            f"{calibration.cpu_share:.0%} of one when it asked for all); measure again when the "
+            "machine is idle"
         )
-    elif bad:
-        say_on_stderr(
-            f"OUT OF TOLERANCE: {', '.join(bad)}; most likely the machine is busy: see what else runs"
-        )
-    return MEASURED if fit else COULD_NOT_MEASURE
+    return (
+        f"OUT OF TOLERANCE: {', '.join(calibration.wrong)}; most likely the machine is busy: see "
+        "what else runs"
+    )
 
 
 def reference_server_command(argv: Sequence[str]) -> int:
     """reference-server CONFIG: not for users; `calibrate` starts it."""
-    try:
-        config = loads(argv[0])
-        reference = Reference(
-            **{**config, "planted": config["planted"] and tuple(config["planted"])}
-        )
-    except (ValueError, TypeError, IndexError):
-        raise UsageError("reference-server is not for users; see calibrate --help") from None
-    return serve_reference(reference)
+    told = None
+    with contextlib.suppress(ValueError):
+        told = loads("".join(argv[:1]))
+    config = as_dict(told)
+    if config.keys() != Reference.__dataclass_fields__.keys():
+        raise UsageError("reference-server is not for users; see calibrate --help")
+    planted = config.pop("planted")
+    return serve_reference(Reference(**config, planted=tuple(planted) if planted else None))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

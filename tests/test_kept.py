@@ -549,14 +549,14 @@ class Shells(unittest.TestCase):
 class Calibration(unittest.TestCase):
     def test_long_chains_leave_the_names_of_the_rows(self):
         rows = [
-            {
-                "quantity": name,
-                "true": [0.5] * 64,
-                "measured": [0.5] * 64,
-                "error": None,
-                "unit": "exact",
-                "within": True,
-            }
+            ms.Calibrated(
+                quantity=name,
+                true=[0.5] * 64,
+                measured=[0.5] * 64,
+                error=None,
+                unit="exact",
+                within=True,
+            )
             for name in ("baseline tokens/s", "accepted per position")
         ]
         (table,) = ms.calibration_lines(rows)

@@ -19,7 +19,13 @@ import urllib.request
 from unittest import mock
 
 import measure_speculative
-from measure_speculative import Reference, other_spelling, reference_server, reference_truth
+from measure_speculative import (
+    Reference,
+    Served,
+    other_spelling,
+    reference_server,
+    reference_truth,
+)
 from tests.support import PROGRAM, run_main
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -185,7 +191,8 @@ class ReferenceServers(unittest.TestCase):
             "prefill_s": 0.5,
             "decode_s": 2.0,
         }
-        truth = reference_truth([entry, dict(entry, prompt="q", prefill_s=1.5, decode_s=3.0)])
+        other = dict(entry, prompt="q", prefill_s=1.5, decode_s=3.0)
+        truth = reference_truth([Served(**entry), Served(**other)])
         # 22 tokens, 2 of them from the prompt pass, in 2 s of prompt and 5 s of decode, and 8 target steps
         for name, value in (
             ("tokens_per_s", 22 / 7),
@@ -194,12 +201,11 @@ class ReferenceServers(unittest.TestCase):
             ("step_s", 0.625),
             ("ttft_s", 1.0),
             ("steps", 6),
-            ("plain_steps", 2),
             ("rejected", 4),
-            ("positions", [6, 4, 2]),
+            ("positions", (6, 4, 2)),
             ("request_s", {"p": 2.5, "q": 4.5}),
         ):
-            self.assertEqual(value, truth[name], name)
+            self.assertEqual(value, getattr(truth, name), name)
 
     def test_streamed_and_plain_answers_carry_the_same_text_and_counts(self):
         for config in (PLAIN, DRAFTING):
@@ -362,7 +368,8 @@ class Calibrate(unittest.TestCase):
     @staticmethod
     def all_well(rows):
         return [
-            dict(row, within=True, error=None if row["error"] is None else 0.25) for row in rows
+            dataclasses.replace(row, within=True, error=None if row.error is None else 0.25)
+            for row in rows
         ]
 
     def test_in_tolerance_it_says_how_good_ratios_are_and_writes_nothing(self):
@@ -391,7 +398,9 @@ class Calibrate(unittest.TestCase):
 
     def test_out_of_tolerance_names_the_quantity_and_the_likely_cause(self):
         outcome = self.calibrate(
-            rows=lambda rows: [dict(row, within=row["quantity"] != "ratio") for row in rows]
+            rows=lambda rows: [
+                dataclasses.replace(row, within=row.quantity != "ratio") for row in rows
+            ]
         )
         self.assertEqual(1, outcome.code)
         self.assertRegex(outcome.err, r"^OUT OF TOLERANCE: ratio; .*busy")
@@ -512,7 +521,7 @@ class CalibrationRows(unittest.TestCase):
                 settings, servers, recorder, "speculative-run", 0.0
             )
             logs = [json.loads(get(api, "/truth"))[1 : 1 + len(prompts)] for api in (one, other)]
-        cls.truth = [reference_truth(log) for log in logs]
+        cls.truth = [reference_truth([Served(**entry) for entry in log]) for log in logs]
         cls.by_prompt = [{entry["prompt"]: entry for entry in log} for log in logs]
 
     def rows(self, truth=None, slower=1.0, late_s=0.0, counts=None):
@@ -540,7 +549,7 @@ class CalibrationRows(unittest.TestCase):
         result = measure_speculative.result_of(runs, "calibrate", 0.0, triage)
         measured = dataclasses.replace(self.measured, runs=runs, result=result)
         return {
-            row["quantity"]: row
+            row.quantity: dataclasses.asdict(row)
             for row in measure_speculative.calibration_rows(
                 measured, truth or self.truth, self.drafting
             )
@@ -552,7 +561,7 @@ class CalibrationRows(unittest.TestCase):
 
     def changed(self, arm, **changes):
         truth = list(self.truth)
-        truth[arm] = dict(truth[arm], **changes)
+        truth[arm] = dataclasses.replace(truth[arm], **changes)
         return truth
 
     def test_true_times_give_no_error_at_all(self):
@@ -586,14 +595,14 @@ class CalibrationRows(unittest.TestCase):
 
     def test_every_planted_wrong_count_is_found_and_nothing_else(self):
         drafted = self.truth[1]
-        positions = drafted["positions"][:-1] + [drafted["positions"][-1] + 1]
+        positions = (*drafted.positions[:-1], drafted.positions[-1] + 1)
         for change, quantity in (
-            (dict(steps=drafted["steps"] + 1), "verification steps"),
-            (dict(drafted=drafted["drafted"] - 1), "tokens drafted"),
-            (dict(accepted=drafted["accepted"] + 1), "tokens accepted"),
+            (dict(steps=drafted.steps + 1), "verification steps"),
+            (dict(drafted=drafted.drafted - 1), "tokens drafted"),
+            (dict(accepted=drafted.accepted + 1), "tokens accepted"),
             (dict(positions=positions), "accepted per position"),
-            (dict(rejected=2 * drafted["rejected"]), "alpha"),
-            (dict(tokens_per_step=drafted["tokens_per_step"] + 1e-6), "tokens per step"),
+            (dict(rejected=2 * drafted.rejected), "alpha"),
+            (dict(tokens_per_step=drafted.tokens_per_step + 1e-6), "tokens per step"),
         ):
             with self.subTest(quantity):
                 wrong = self.wrong(self.rows(self.changed(1, **change)))
@@ -611,7 +620,7 @@ class CalibrationRows(unittest.TestCase):
         for factor, within in ((1.0049, True), (1.0051, False), (0.9951, True), (0.9949, False)):
             with self.subTest(factor=factor):
                 truth = self.changed(
-                    0, decode_tokens_per_s=self.truth[0]["decode_tokens_per_s"] / factor
+                    0, decode_tokens_per_s=self.truth[0].decode_tokens_per_s / factor
                 )
                 row = self.rows(truth)["baseline decode tokens/s"]
                 self.assertEqual(within, row["within"])
