@@ -5,8 +5,11 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import pathlib
+import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,11 +17,16 @@ import unittest
 from typing import NamedTuple
 from unittest import mock
 
-import measure_speculative
-from tests.fakes import FakeServer, ReplayServer
+import measure_speculative as ms
+from tests.fakes import CASES, FakeServer, ReplayServer
 
-PROGRAM = pathlib.Path(measure_speculative.__file__).resolve()
+PROGRAM = pathlib.Path(ms.__file__).resolve()
 SAVE = ("--save-run", "run.jsonl")
+ALARMS = ("--fail-on", "slower,changed-text,regression")
+NEVER_PAYS = ("--fail-on", "slower", "--min-gain", "99")
+TEXT = "one two three four five six seven eight"
+CHANGED = "one two three four FIVE six seven eight"
+PROMPTS = ["first prompt", "second prompt", "third prompt", "fourth prompt"]
 no_windows = unittest.skipIf(os.name == "nt", "POSIX only")
 
 
@@ -32,6 +40,25 @@ def findings(*records):
     return {entry["finding"]: entry for record in records for entry in record["audit"]}
 
 
+@contextlib.contextmanager
+def at_most(seconds):
+    """Fail instead of hanging (where there are alarms)."""
+    if os.name == "nt":
+        yield
+        return
+
+    def late(number, frame):
+        raise AssertionError("hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Outcome(NamedTuple):
     code: int
     out: str
@@ -41,8 +68,12 @@ class Outcome(NamedTuple):
 
     def comparison(self):
         """The only comparison record."""
-        (record,) = [r for r in self.records if r["kind"] == "comparison"]
+        (record,) = self.comparisons()
         return record
+
+    def comparisons(self):
+        """All comparison records, in order."""
+        return [record for record in self.records if record["kind"] == "comparison"]
 
     def endpoint(self, arm="baseline"):
         """The only endpoint record of an arm."""
@@ -71,13 +102,13 @@ def run_main(*argv, files=None, prompts=None, env=None, terminal=False):
         for name, data in files.items():
             (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode("utf-8"))
         out, err = io.StringIO(), Terminal() if terminal else io.StringIO()
-        stack.enter_context(mock.patch.object(measure_speculative, "SETTLE_PAUSE_S", 0.0))
+        stack.enter_context(mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0))
         stack.enter_context(mock.patch.dict(os.environ, env or {}))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         try:
             os.chdir(folder)
-            code = measure_speculative.main(argv)
+            code = ms.main(argv)
         finally:
             os.chdir(here)
         left = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -88,11 +119,15 @@ def run_main(*argv, files=None, prompts=None, env=None, terminal=False):
         return Outcome(code, out.getvalue(), err.getvalue(), records, left)
 
 
+def urls_of(baseline, candidate):
+    """The flags that name two servers; either may be None."""
+    urls = ["--baseline-url", baseline.url] if baseline else []
+    return urls + (["--speculative-url", candidate.url] if candidate else [])
+
+
 def measure(baseline, candidate, *flags, **options):
     """Measure two fake servers (either may be None) and return the Outcome."""
-    urls = ["--baseline-url", baseline.url] if baseline else []
-    urls += ["--speculative-url", candidate.url] if candidate else []
-    return run_main(*urls, *flags, **options)
+    return run_main(*urls_of(baseline, candidate), *flags, **options)
 
 
 # ---- answers in raw bytes ----
@@ -141,6 +176,11 @@ def canned(raw, **entry):
             yield server
 
 
+def replayed(name):
+    """A server that gives a recorded JSON body of the cases as every answer."""
+    return canned(http((CASES / name).read_bytes()))
+
+
 def measure_canned(baseline, candidate, *flags, **options):
     """Measure two servers of canned answers."""
     with canned(baseline) as a, canned(candidate) as b:
@@ -183,13 +223,22 @@ class Program:
     def __exit__(self, *exc):
         self._folder.cleanup()
 
-    def run(self, *words, closing="", **options):
-        """Its result; `closing` is shell for its descriptors, as in ">&-"."""
+    def start(self, *words, closing="", **options):
+        """A process of it; `closing` is shell for its descriptors, as in ">&-"."""
         command = [sys.executable, str(PROGRAM), *map(str, words)]
         if closing:
             command = ["/bin/sh", "-c", 'exec "$@" ' + closing, "sh", *command]
         options = dict({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, **options)
-        return subprocess.run(command, cwd=self.path, timeout=30, **options)
+        return subprocess.Popen(command, cwd=self.path, **options)
+
+    def run(self, *words, **options):
+        """Its result, once it has ended; `options` as for `start`."""
+        with self.start(*words, **options) as process:
+            try:
+                out, err = process.communicate(timeout=60)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def records(self, name="labbook.md"):
         book = self.path / name
@@ -271,6 +320,91 @@ def saved_run(arm, answers, workloads=None, request=(), end=True, **conditions):
 def compare(*runs, flags=()):
     """`compare` on run files given as {name: bytes} or (name, bytes) pairs, the baseline first; returns the Outcome."""
     return run_main("compare", *(name for name, _ in runs), *flags, files=dict(runs))
+
+
+DRAFTS = {"drafted": 400, "accepted": 99}
+
+
+def speeds(ratio, spread=0.01, prompts=12, seed=0, base=20.0, **drafts):
+    """One repeat of each prompt, `ratio` times as fast as `base`, scattered."""
+    chance = random.Random(seed)
+    return [
+        [answer(200, 200 / (base * ratio * math.exp(chance.gauss(0, spread))), **drafts)]
+        for _ in range(prompts)
+    ]
+
+
+def same_speed(arm, text=TEXT, seconds=1.0, **fields):
+    """A run file of 4 prompts with planted, equal times."""
+    return saved_run(
+        arm, [[answer(100, seconds * (1 + 0.001 * i), content=text, **fields)] for i in range(4)]
+    )
+
+
+@functools.lru_cache(None)
+def slow_pair():
+    """Run files whose comparison does not pay: the candidate takes twice as long."""
+    return {
+        "plain.jsonl": same_speed("baseline"),
+        "slow.jsonl": same_speed("slow", seconds=2.0, drafted=200, accepted=20),
+    }
+
+
+@functools.lru_cache(None)
+def faster_pair():
+    """Run files, as (name, bytes), whose comparison pays: the candidate is half as fast again."""
+    return (
+        ("plain.jsonl", saved_run("baseline", speeds(1.0))),
+        ("draft.jsonl", saved_run("speculative", speeds(1.5, **DRAFTS))),
+    )
+
+
+# ---- servers that misbehave ----
+
+TIMEOUT = 0.2  # where it is to be exceeded; elsewhere a busy machine gets
+PATIENCE = 30.0
+BOUND = ms.MAX_BODY_BYTES  # as it is; the tests lower it, for speed
+DEADLINE = ("no answer within 0.2 s", "--timeout")
+REFUSED = http(b'{"error": "no such field"}', status="400 Bad Request")
+
+
+class FaultyServers(unittest.TestCase):
+    """Servers that misbehave: one clear line that names the server and what to do; never a traceback, a hang or a number."""
+
+    def setUp(self):
+        self.slept = []
+        for patch in (
+            mock.patch.object(ms.time, "sleep", self.slept.append),
+            mock.patch.object(ms, "MAX_BODY_BYTES", 4 << 20),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def check_line(self, text, server, words):
+        """One line holds all the words, and it names the server."""
+        for line in text.splitlines():
+            if all(word in line for word in words) and server.root in line:
+                self.assertLess(len(line), 600)
+                return
+        self.fail(f"no line names {server.root} and says {words}:\n{text[-500:]}")
+
+    def check_clean(self, outcome):
+        for text in (outcome.out, outcome.err):
+            self.assertNotIn("Traceback", text)
+            self.assertNotRegex(
+                text, r"\b(?:urllib|http\.client|socket\.|Errno|Exception|object at 0x)"
+            )
+        self.assertNotRegex(outcome.out, r"(?i)\bnan\b|\binf\b")
+
+    def check_no_number(self, record):
+        for name in ("output_tokens_per_s", "decode_tokens_per_s"):
+            self.assertIsNone(record[name], name)
+        for name in ("latency_s", "ttft_s"):
+            self.assertFalse(any((record[name] or {}).values()), name)
+        self.assertFalse(record["output_tokens"])
+
+
+# ---- benchmarks ----
 
 
 class Bounds:

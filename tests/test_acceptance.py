@@ -7,11 +7,16 @@ import json
 import math
 import pathlib
 import tempfile
+import time
 import unittest
 
 import measure_speculative as ms
 from tests.fakes import CASES, DATA, ENGINES, FakeServer, ReplayServer, Speculation, sum_counts
-from tests.support import findings, measure, of_answers
+from tests.support import (
+    findings,
+    measure,
+    of_answers,
+)
 
 RECORDED = DATA / "engines"
 EXPECTED = json.loads((RECORDED / "expected.json").read_text("utf-8"))
@@ -79,24 +84,24 @@ def case_json(case, name):
     return json.loads((CASES / case / name).read_text("utf-8"))
 
 
-class Recorded(unittest.TestCase):
+class RecordedSources(unittest.TestCase):
     """tests/data/engines: values worked out by hand."""
 
     def check(self, want, found):
         tokens, answers = want["tokens"], want["answers"]
         told = ms.acceptance_record(of_answers(found, tokens, answers)) or {}
         for name in ("steps", "drafted", "accepted"):
-            self.assertEqual(want[name], told.get(name), name)
+            self.assertEqual(told.get(name), want[name], name)
         for name in ("rate", "mean_length", "tokens_per_target_step"):
             if want[name] is None:
                 self.assertIsNone(told.get(name), name)
             else:
-                self.assertAlmostEqual(want[name], told[name], 9, name)
+                self.assertAlmostEqual(told[name], want[name], 9, name)
         self.assertEqual(
-            want["per_position"], list(found.per_position) if found and found.per_position else None
+            list(found.per_position) if found and found.per_position else None, want["per_position"]
         )
         if want["alpha"] is not None:
-            self.assertAlmostEqual(want["alpha"], told["alpha"], 9)
+            self.assertAlmostEqual(told["alpha"], want["alpha"], 9)
         return told
 
     def test_pages_give_what_was_worked_out_by_hand(self):
@@ -113,7 +118,7 @@ class Recorded(unittest.TestCase):
         for engine, want in EXPECTED.items():
             with self.subTest(engine):
                 answer = answer_of(plain_body(engine))
-                self.assertEqual(want["response"]["tokens"], answer.completion_tokens)
+                self.assertEqual(answer.completion_tokens, want["response"]["tokens"])
                 self.check(want["response"], ms.acceptance_of_answer(answer.statistics))
 
     def test_koboldcpp_page_of_the_last_answer_gives_what_can_be_known(self):
@@ -121,7 +126,7 @@ class Recorded(unittest.TestCase):
         found = ms.acceptance_of_answer({"perf": perf})
         told = self.check(EXPECTED["koboldcpp"]["perf"], found)
         self.assertAlmostEqual(
-            18 / (18 + 6), told["alpha"], msg="6 rounds ended in a rejection: the tested ones"
+            told["alpha"], 18 / (18 + 6), msg="6 rounds ended in a rejection: the tested ones"
         )
 
     def test_alpha_without_positions_solves_the_chain_formula_where_the_chain_is_fixed(self):
@@ -142,7 +147,7 @@ class Recorded(unittest.TestCase):
                 else:
                     found = ms.acceptance_of_answer(answer_of(plain_body(engine)).statistics)
                 alpha = ms.survival(of_answers(found, want["tokens"], want["answers"]))
-                self.assertAlmostEqual(solved_alpha(accepted_per_step, chain), alpha, 6)
+                self.assertAlmostEqual(alpha, solved_alpha(accepted_per_step, chain), 6)
                 self.assertNotAlmostEqual(found.accepted / found.drafted, alpha, 2)
 
     def test_alpha_is_null_where_drafts_vary_in_length_and_positions_are_unknown(self):
@@ -158,7 +163,7 @@ class Recorded(unittest.TestCase):
         )
 
 
-class Shapes(unittest.TestCase):
+class OneSourceAtATime(unittest.TestCase):
     """One source at a time: what it takes, and what it leaves alone."""
 
     def test_sources_are_told_apart_by_shape_and_do_not_take_each_other_s(self):
@@ -204,7 +209,7 @@ class Shapes(unittest.TestCase):
         }
         found = ms.acceptance_of_answer({"metrics": {"speculative_decoding": block}})
         self.assertEqual(
-            (4, 8, 4, None), (found.steps, found.drafted, found.accepted, found.per_position)
+            (found.steps, found.drafted, found.accepted, found.per_position), (4, 8, 4, None)
         )
 
     def test_sglang_tells_the_same_in_both_of_its_places(self):
@@ -214,7 +219,7 @@ class Shapes(unittest.TestCase):
             ms.acceptance_of_answer({"meta_info": block}),
         )
 
-    def test_sglang_histogram_of_a_published_run(self):
+    def test_sglang_histogram_of_a_published_run_gives_its_positions(self):
         """11, 14, 11, 4, 0, 3 steps with 0 to 5 accepted: 43 steps, 63 accepted."""
         found = ms.acceptance_of_answer(
             {
@@ -229,11 +234,11 @@ class Shapes(unittest.TestCase):
             }
         )
         self.assertEqual(
-            (43, 63, (32, 18, 7, 3, 3)), (found.steps, found.accepted, found.per_position)
+            (found.steps, found.accepted, found.per_position), (43, 63, (32, 18, 7, 3, 3))
         )
-        self.assertEqual(63, sum(found.per_position))
+        self.assertEqual(sum(found.per_position), 63)
         self.assertAlmostEqual(
-            1 + 63 / 43, ms.acceptance_record(of_answers(found, None, 1))["mean_length"]
+            ms.acceptance_record(of_answers(found, None, 1))["mean_length"], 1 + 63 / 43
         )
 
     def test_usage_fields_that_are_zero_tell_nothing(self):
@@ -258,11 +263,11 @@ class Shapes(unittest.TestCase):
                 1,
             )
         )
-        self.assertEqual((None, None), (told["drafted"], told["rate"]))
+        self.assertEqual((told["drafted"], told["rate"]), (None, None))
 
     def test_lm_studio_ignored_drafts_were_never_verified(self):
         self.assertEqual(
-            36, ms.acceptance_of_answer(answer_of(plain_body("lm-studio")).statistics).drafted
+            ms.acceptance_of_answer(answer_of(plain_body("lm-studio")).statistics).drafted, 36
         )
 
     def test_older_metric_names_are_read(self):
@@ -295,7 +300,7 @@ class Shapes(unittest.TestCase):
                     )
 
                 found = ms.acceptance_of_counters(ms.counter_growth(page(1), page(2)), 1)
-                self.assertEqual((30, 12, steps), (found.drafted, found.accepted, found.steps))
+                self.assertEqual((found.drafted, found.accepted, found.steps), (30, 12, steps))
 
     def test_renamed_llama_counters_of_a_gateway_are_read(self):
         def page(times):
@@ -310,25 +315,25 @@ class Shapes(unittest.TestCase):
             )
 
         found = ms.acceptance_of_counters(ms.counter_growth(page(1), page(3)), 1)
-        self.assertEqual((20, 60, 24), (found.steps, found.drafted, found.accepted))
+        self.assertEqual((found.steps, found.drafted, found.accepted), (20, 60, 24))
 
     def test_two_families_of_tensorrt_are_never_added(self):
         growth = ms.counter_growth(
             snapshot("tensorrt-llm", "before"), snapshot("tensorrt-llm", "after")
         )
-        self.assertEqual(60, ms.acceptance_of_counters(growth, 3).accepted)
+        self.assertEqual(ms.acceptance_of_counters(growth, 3).accepted, 60)
         only_positions = ms.Growth(
             tuple(s for s in growth.samples if ms.position_of(s) is not None)
         )
         found = ms.acceptance_of_counters(only_positions, 3)
-        self.assertEqual((120, 60), (found.drafted, found.accepted))
+        self.assertEqual((found.drafted, found.accepted), (120, 60))
 
     def test_tgi_summary_without_buckets_gives_sums_without_positions(self):
         growth = ms.counter_growth(snapshot("tgi", "before"), snapshot("tgi", "after"))
         found = ms.acceptance_of_counters(
             ms.Growth(tuple(s for s in growth.samples if s.label("le") is None)), 2
         )
-        self.assertEqual((20, None), (found.accepted, found.per_position))
+        self.assertEqual((found.accepted, found.per_position), (20, None))
 
     def test_llama_positions_are_believed_over_its_rounded_sum(self):
         page = (
@@ -344,8 +349,8 @@ class Shapes(unittest.TestCase):
             )
         )
         self.assertEqual(
-            (23, (15, 8)),
             (lambda a: (a.accepted, a.per_position))(ms.acceptance_of_counters(growth, 1)),
+            (23, (15, 8)),
         )
 
     def test_answers_come_first_and_counters_fill_in_what_they_lack(self):
@@ -353,8 +358,8 @@ class Shapes(unittest.TestCase):
         counters = ms.Acceptance("metrics", 13, 36, 27, (13, 9, 5))
         best, disagreement = ms.joined_acceptance(answers, counters)
         self.assertEqual(
-            ("timings+metrics", 13, 36, 27, (13, 9, 5), None),
             (best.source, best.steps, best.drafted, best.accepted, best.per_position, disagreement),
+            ("timings+metrics", 13, 36, 27, (13, 9, 5), None),
         )
 
     def test_answers_are_believed_where_the_counters_disagree(self):
@@ -362,7 +367,7 @@ class Shapes(unittest.TestCase):
         best, disagreement = ms.joined_acceptance(
             answers, ms.Acceptance("metrics", 200, 700, 400, (200, 150, 50))
         )
-        self.assertEqual(answers, best)
+        self.assertEqual(best, answers)
         self.assertIn("360", disagreement)
         self.assertIn("700", disagreement)
 
@@ -373,8 +378,8 @@ class Shapes(unittest.TestCase):
         ]
         total = ms.added_acceptance(parts)
         self.assertEqual(
-            (None, 14, 7, (5, 2, 0)),
             (total.steps, total.drafted, total.accepted, total.per_position),
+            (None, 14, 7, (5, 2, 0)),
         )
         self.assertIsNone(ms.added_acceptance([]))
 
@@ -382,7 +387,7 @@ class Shapes(unittest.TestCase):
         told = ms.acceptance_record(
             of_answers(ms.Acceptance("metrics", 10, 20, 25, (14, 11)), 40, 1)
         )
-        self.assertAlmostEqual(1.25, told["rate"])
+        self.assertAlmostEqual(told["rate"], 1.25)
 
     def test_figures_are_finite_or_null_for_any_counts(self):
         values = (None, 0, 1, 7, 10**17)
@@ -413,6 +418,8 @@ class Shapes(unittest.TestCase):
 # What each engine tells through the whole program. "steps"... are compared with the truth of the fake server where they
 # are named, and must be null where they are not.
 ALL = {"steps", "drafted", "accepted", "per_position"}
+
+
 TELLS = {
     "llama.cpp": ALL,
     "ik_llama.cpp": {"drafted", "accepted"},
@@ -445,7 +452,7 @@ COUNTERS_ALONE = {  # what is left without the fields in the answers
 }
 
 
-class Engines(unittest.TestCase):
+class EnginesThroughTheProgram(unittest.TestCase):
     """Every engine through the whole program, drafting against a plain one of the same kind."""
 
     def check(self, told, tells, truth):
@@ -453,11 +460,11 @@ class Engines(unittest.TestCase):
             return self.assertIsNone(told)
         want = {"steps": truth.steps, "drafted": truth.drafted, "accepted": truth.accepted}
         for name, value in want.items():
-            self.assertEqual(value if name in tells else None, told[name], name)
+            self.assertEqual(told[name], value if name in tells else None, name)
         if "per_position" in tells:
             self.assertEqual(
-                [round(p / truth.steps, 12) for p in truth.per_position],
                 [round(p, 12) for p in told["per_position"]],
+                [round(p / truth.steps, 12) for p in truth.per_position],
             )
         else:
             self.assertIsNone(told["per_position"])
@@ -471,9 +478,9 @@ class Engines(unittest.TestCase):
             (length, "mean_length"),
             (per_target, "tokens_per_target_step"),
         ):
-            self.assertEqual(value is None, told[name] is None, name)
+            self.assertEqual(told[name] is None, value is None, name)
             if value is not None:
-                self.assertAlmostEqual(value, told[name], 12, name)
+                self.assertAlmostEqual(told[name], value, 12, name)
 
     def measured(self, engine, *flags, **options):
         with (
@@ -483,7 +490,7 @@ class Engines(unittest.TestCase):
             ) as drafting,
         ):
             outcome = measure(plain, drafting, *flags, prompts=PROMPTS)
-            self.assertEqual(0, outcome.code, outcome.err)
+            self.assertEqual(outcome.code, 0, outcome.err)
             for line in outcome.files["labbook.md"].decode().splitlines():
                 if line.startswith("{"):
                     json.loads(line, parse_constant=lambda name: self.fail(name + " in a record"))
@@ -532,7 +539,7 @@ class Engines(unittest.TestCase):
                 record = outcome.endpoint("speculative")
                 self.assertIsNone(record["acceptance"])
                 self.assertIsNone(record["spec_metrics_delta"])
-                self.assertEqual("no-acceptance", outcome.comparison()["break_even"]["applies"])
+                self.assertEqual(outcome.comparison()["break_even"]["applies"], "no-acceptance")
                 self.assertNotIn("not-drafting", findings(outcome.comparison()))
 
     def test_alpha_is_what_was_tested_and_never_accepted_over_drafted(self):
@@ -546,14 +553,14 @@ class Engines(unittest.TestCase):
                 exact = truth.accepted / (truth.accepted + truth.mismatched)
                 if "per_position" in tells or engine == "koboldcpp":
                     self.assertAlmostEqual(
+                        told["alpha"],
                         truth.accepted / (truth.accepted + truth.steps - truth.per_position[-1])
                         if "per_position" in tells
                         else exact,
-                        told["alpha"],
                         12,
                     )
                 elif told["alpha"] is not None:
-                    self.assertAlmostEqual(exact, told["alpha"], 1)
+                    self.assertAlmostEqual(told["alpha"], exact, 1)
                 if told["rate"] is not None and told["alpha"] is not None:
                     self.assertGreater(told["alpha"], told["rate"] + 0.05)
 
@@ -571,10 +578,10 @@ class Engines(unittest.TestCase):
                 )
                 told = outcome.endpoint("speculative")["acceptance"]
                 self.assertGreater(truth.plain_steps, 5)
-                self.assertAlmostEqual(truth.mean_length, told["mean_length"])
+                self.assertAlmostEqual(told["mean_length"], truth.mean_length)
                 self.assertAlmostEqual(
-                    (truth.tokens - 3) / (truth.steps + truth.plain_steps),
                     told["tokens_per_target_step"],
+                    (truth.tokens - 3) / (truth.steps + truth.plain_steps),
                 )
                 self.assertLess(told["tokens_per_target_step"], told["mean_length"])
 
@@ -609,7 +616,7 @@ class Engines(unittest.TestCase):
                     outcome.endpoint("speculative")["workloads"],
                     outcome.comparison()["workloads"],
                 ):
-                    self.assertEqual(["long", "short"], [part["workload"] for part in records])
+                    self.assertEqual([part["workload"] for part in records], ["long", "short"])
                     for part in records:
                         self.check(part["acceptance"], TELLS[engine], truth[part["workload"]])
 
@@ -617,7 +624,7 @@ class Engines(unittest.TestCase):
         for engine in ("llama.cpp", "lmdeploy", "tgi", "sglang"):
             with self.subTest(engine):
                 outcome, truth = self.measured(engine, "--repeats", "3")
-                self.assertEqual(9, truth.requests)
+                self.assertEqual(truth.requests, 9)
                 self.check(outcome.endpoint("speculative")["acceptance"], TELLS[engine], truth)
 
     def test_source_names_where_the_figures_came_from(self):
@@ -631,17 +638,17 @@ class Engines(unittest.TestCase):
         ):
             with self.subTest(engine=engine, details=details):
                 outcome, _ = self.measured(engine, details=details)
-                self.assertEqual(source, outcome.endpoint("speculative")["acceptance"]["source"])
+                self.assertEqual(outcome.endpoint("speculative")["acceptance"]["source"], source)
 
     def test_extra_request_fields_go_to_the_engine_that_knows_them_only(self):
         for engine in ENGINES:
             with self.subTest(engine), FakeServer(engine, speculation=PATTERN) as server:
                 measure(None, server, prompts=PROMPTS[:1])
                 self.assertEqual(
-                    engine == "sglang", "return_spec_tokens_details" in server.chats[-1]["body"]
+                    "return_spec_tokens_details" in server.chats[-1]["body"], engine == "sglang"
                 )
                 self.assertEqual(
-                    engine in ("vllm", "vllm-old"), "return_token_ids" in server.chats[-1]["body"]
+                    "return_token_ids" in server.chats[-1]["body"], engine in ("vllm", "vllm-old")
                 )
 
     def test_failed_request_leaves_the_answers_figures_right(self):
@@ -652,10 +659,10 @@ class Engines(unittest.TestCase):
             ):
                 record = measure(None, server, prompts=PROMPTS).endpoint("speculative")
                 truth = sum_counts(server.given[2:])
-                self.assertEqual((1, 2), (record["failed"], record["completed"]))
+                self.assertEqual((record["failed"], record["completed"]), (1, 2))
                 self.assertEqual(
-                    (truth.drafted, truth.accepted),
                     (record["acceptance"]["drafted"], record["acceptance"]["accepted"]),
+                    (truth.drafted, truth.accepted),
                 )
 
     def test_answers_of_one_token_and_without_counts_leave_nulls(self):
@@ -667,17 +674,17 @@ class Engines(unittest.TestCase):
                 outcome, _ = self.measured(engine, usage=False)
                 record = outcome.endpoint("speculative")
                 self.assertEqual(
-                    (None, None, False),
                     (
                         record["output_tokens"],
                         record["output_tokens_per_s"],
                         record["tokens_counted_by_server"],
                     ),
+                    (None, None, False),
                 )
                 self.assertIsNone((record["acceptance"] or {}).get("tokens_per_target_step"))
 
 
-class Cases(unittest.TestCase):
+class RealRuns(unittest.TestCase):
     """Figures of real runs, through the whole program."""
 
     def test_case_a05_alpha_is_089_where_accepted_over_drafted_is_072(self):
@@ -686,45 +693,45 @@ class Cases(unittest.TestCase):
             outcome.endpoint("speculative")["acceptance"],
             outcome.comparison()["break_even"],
         )
-        self.assertAlmostEqual(4.6027, told["tokens_per_target_step"], 4)
-        self.assertAlmostEqual(0.8927, told["alpha"], 4)
-        self.assertAlmostEqual(0.72055, told["rate"], 5)
-        self.assertEqual(5, why["chain"])
-        self.assertAlmostEqual(32.49, outcome.endpoint("baseline")["decode_tokens_per_s"], 2)
-        self.assertAlmostEqual(55.473, outcome.endpoint("speculative")["decode_tokens_per_s"], 2)
-        self.assertAlmostEqual(55.473 / 32.49, outcome.comparison()["decode_speedup"]["ratio"], 3)
-        self.assertAlmostEqual(4.6027 / (55.473 / 32.49), why["step_cost"], 3)
+        self.assertAlmostEqual(told["tokens_per_target_step"], 4.6027, 4)
+        self.assertAlmostEqual(told["alpha"], 0.8927, 4)
+        self.assertAlmostEqual(told["rate"], 0.72055, 5)
+        self.assertEqual(why["chain"], 5)
+        self.assertAlmostEqual(outcome.endpoint("baseline")["decode_tokens_per_s"], 32.49, 2)
+        self.assertAlmostEqual(outcome.endpoint("speculative")["decode_tokens_per_s"], 55.473, 2)
+        self.assertAlmostEqual(outcome.comparison()["decode_speedup"]["ratio"], 55.473 / 32.49, 3)
+        self.assertAlmostEqual(why["step_cost"], 4.6027 / (55.473 / 32.49), 3)
         self.assertRegex(outcome.out, r"(?m)^prompts +0\.72 +0\.89 ")
         self.assertIn("another figure", outcome.out)
 
     def test_case_a11_steps_without_a_draft_are_steps_too(self):
         outcome = replayed(case_json("A11", "spec.json"))
         told = outcome.endpoint("speculative")["acceptance"]
-        self.assertAlmostEqual(2.5637, told["tokens_per_target_step"], 4)
-        self.assertAlmostEqual(0.6366, told["rate"], 4)
+        self.assertAlmostEqual(told["tokens_per_target_step"], 2.5637, 4)
+        self.assertAlmostEqual(told["rate"], 0.6366, 4)
         self.assertEqual(
-            (1717, 1093, None, None, None),
             tuple(told[name] for name in ("drafted", "accepted", "steps", "mean_length", "alpha")),
+            (1717, 1093, None, None, None),
         )
-        self.assertEqual([], [r for r in outcome.records if r["kind"] == "comparison"])
+        self.assertEqual([r for r in outcome.records if r["kind"] == "comparison"], [])
 
     def test_case_a17_chunks_are_not_tokens(self):
         with ReplayServer("routes.json", CASES / "A17") as server:
             record = measure(
                 None, server, "--model", "m", "--warmup", "0", prompts=["one"]
             ).endpoint("speculative")
-        self.assertEqual(12, record["output_tokens"])
-        self.assertAlmostEqual(48.0, record["decode_tokens_per_s"])
-        self.assertAlmostEqual(0.6, record["acceptance"]["rate"])
-        self.assertAlmostEqual(5.5, record["acceptance"]["tokens_per_target_step"])
+        self.assertEqual(record["output_tokens"], 12)
+        self.assertAlmostEqual(record["decode_tokens_per_s"], 48.0)
+        self.assertAlmostEqual(record["acceptance"]["rate"], 0.6)
+        self.assertAlmostEqual(record["acceptance"]["tokens_per_target_step"], 5.5)
 
     def test_case_c05_older_build_tells_by_its_timings(self):
         told = replayed(case_json("C05", "chat.json")).endpoint("speculative")["acceptance"]
-        self.assertAlmostEqual(0.64479, told["rate"], 5)
-        self.assertAlmostEqual(2.8977, told["tokens_per_target_step"], 4)
-        self.assertEqual((None, None), (told["steps"], told["mean_length"]))
+        self.assertAlmostEqual(told["rate"], 0.64479, 5)
+        self.assertAlmostEqual(told["tokens_per_target_step"], 2.8977, 4)
+        self.assertEqual((told["steps"], told["mean_length"]), (None, None))
 
-    def test_case_c16_four_shapes_of_timings(self):
+    def test_case_c16_each_shape_of_timings_is_read(self):
         for name, rate, steps, mean_length, tokens, accepted, speed in (
             ("llama.json", 65 / 347, None, None, 200, 65, 18.05),
             ("mlx_vlm.json", 0.9, 30, 3.7, 111, 81, 111 / 1.5),
@@ -736,19 +743,19 @@ class Cases(unittest.TestCase):
                     "speculative"
                 )
                 told = record["acceptance"]
-                self.assertAlmostEqual(rate, told["rate"])
-                self.assertEqual(steps, told["steps"])
-                self.assertEqual(mean_length, told["mean_length"] and round(told["mean_length"], 9))
+                self.assertAlmostEqual(told["rate"], rate)
+                self.assertEqual(told["steps"], steps)
+                self.assertEqual(told["mean_length"] and round(told["mean_length"], 9), mean_length)
                 self.assertAlmostEqual(
-                    (tokens - 1) / (tokens - 1 - accepted), told["tokens_per_target_step"]
+                    told["tokens_per_target_step"], (tokens - 1) / (tokens - 1 - accepted)
                 )
-                self.assertAlmostEqual(speed, record["decode_tokens_per_s"], 2)
+                self.assertAlmostEqual(record["decode_tokens_per_s"], speed, 2)
 
     def test_case_c16_one_token_has_no_speed_and_no_acceptance(self):
         record = replayed(case_json("C16", "mlx_lm_one_token.json")).endpoint("speculative")
         self.assertEqual(
-            (None, None, 1),
             (record["decode_tokens_per_s"], record["acceptance"], record["output_tokens"]),
+            (None, None, 1),
         )
 
     def test_case_c12_drafting_in_vain_is_not_the_same_as_not_drafting(self):
@@ -768,9 +775,9 @@ class Cases(unittest.TestCase):
             ):
                 outcome = measure(plain, drafting, prompts=PROMPTS)
                 told = outcome.endpoint("speculative")["acceptance"]
-                self.assertEqual((0, 1.0), (told["accepted"], told["tokens_per_target_step"]))
+                self.assertEqual((told["accepted"], told["tokens_per_target_step"]), (0, 1.0))
                 self.assertIn(told["rate"], (0.0,) if engine != "tgi" else (None,))
-                self.assertEqual(0.0, told["alpha"])
+                self.assertEqual(told["alpha"], 0.0)
                 self.assertNotIn("not-drafting", findings(outcome.comparison()))
                 self.assertIsNotNone(outcome.comparison()["verdict"])
 
@@ -780,10 +787,10 @@ class Cases(unittest.TestCase):
             of_answers(ms.Acceptance("metrics", 3, 12, 12, (3, 3, 3, 3)), 10, 1)
         )
         self.assertIsNone(told["tokens_per_target_step"])
-        self.assertEqual((5.0, 1.0), (told["mean_length"], told["alpha"]))
+        self.assertEqual((told["mean_length"], told["alpha"]), (5.0, 1.0))
 
 
-class Shown(unittest.TestCase):
+class AcceptanceInReports(unittest.TestCase):
     def measured(self, *workloads, **options):
         lines = "".join(
             json.dumps({"prompt": "%s %d" % (name, i), "workload": name}) + "\n"
@@ -845,6 +852,106 @@ class Shown(unittest.TestCase):
             max(map(len, out[out.index("Drafts") : out.index("Why, as to decoding")].splitlines())),
             100,
         )
+
+
+class OddCounters(unittest.TestCase):
+    def test_a_histogram_of_50000_entries_costs_no_time_and_no_sums(self):
+        long = [1] * 50_000
+        for statistics in (
+            {
+                "metrics": {
+                    "speculative_decoding": {
+                        "num_spec_steps": 30,
+                        "num_draft_tokens": 60,
+                        "num_accepted_draft_tokens": 48,
+                        "acceptance_histogram": long,
+                    }
+                }
+            },
+            {
+                "sglext": {
+                    "spec_tokens_details": {
+                        "spec_verify_ct": 30,
+                        "spec_num_proposed_drafts": 60,
+                        "spec_num_correct_drafts": 48,
+                        "spec_correct_drafts_histogram": long,
+                    }
+                }
+            },
+            {
+                "choice": {
+                    "num_spec_steps": 30,
+                    "total_draft_tokens": 60,
+                    "total_accepted_draft_tokens": 48,
+                    "acceptance_histogram": long,
+                }
+            },
+        ):
+            with self.subTest(list(statistics)):
+                started = time.process_time()
+                found = ms.acceptance_of_answer(statistics)
+                self.assertLess(time.process_time() - started, 0.5)
+                self.assertEqual((found.steps, found.drafted, found.accepted), (30, 60, 48))
+
+    def test_a_draft_position_that_is_no_small_number_is_no_position(self):
+        """Series with odd labels beside good ones: the run goes on, and the good ones count."""
+        stem = "vllm:spec_decode_num_"
+        odd = ("\u00b2", "\u0663", "9" * 5000, "-1", "", "1.5", "0x1", " 1", "None", "1e3")
+
+        def page(server):
+            n = len(server.chats)
+            lines = [
+                "# TYPE %s%s counter" % (stem, name)
+                for name in (
+                    "drafts_total",
+                    "draft_tokens_total",
+                    "accepted_tokens_total",
+                    "accepted_tokens_per_pos_total",
+                )
+            ]
+            lines += [
+                "# TYPE vllm:generation_tokens_total counter",
+                "vllm:generation_tokens_total %d" % (100 * n),
+            ]
+            lines += [
+                "%s%s_total %d" % (stem, name, n * count)
+                for name, count in (("drafts", 30), ("draft_tokens", 60), ("accepted_tokens", 33))
+            ]
+            lines += [
+                '%saccepted_tokens_per_pos_total{position="%s"} %d' % (stem, position, n * count)
+                for position, count in (("0", 22), ("1", 11), *((each, 7) for each in odd))
+            ]
+            return "\n".join(lines) + "\n"
+
+        with FakeServer("plain", words=100) as server:
+            server.pages["/metrics"] = lambda: page(server)
+            outcome = measure(None, server, "--warmup", "0", "--max-tokens", "200", prompts=["one"])
+        self.assertEqual(outcome.code, 0, outcome.err)
+        told = outcome.endpoint("speculative")["acceptance"]
+        self.assertEqual((told["steps"], told["drafted"], told["accepted"]), (30, 60, 33))
+        self.assertEqual([round(30 * rate) for rate in told["per_position"]], [22, 11])
+
+    def test_alpha_is_null_where_drafts_vary_in_length_whatever_the_positions_say(self):
+        """C03's fan-out page: 48 of 60 in 30 drafts of up to 3. At most 12 steps ended in a rejection, so 48/63 is impossible."""
+        pages = [
+            ms.snapshot_of((CASES / "C03" / name).read_text("utf-8"), {}, "a")
+            for name in ("fan_before.txt", "fan_after.txt")
+        ]
+        found = ms.acceptance_of_counters(ms.counter_growth(*pages), 1)
+        self.assertEqual(
+            (found.accepted, found.drafted, found.steps, found.per_position),
+            (48, 60, 30, (22, 15, 11)),
+        )
+        record = ms.acceptance_record(of_answers(found, 100, 1))
+        self.assertIsNone(record["alpha"])
+        self.assertAlmostEqual(record["rate"], 0.8)
+
+    def test_alpha_stays_known_where_every_draft_had_the_same_length(self):
+        """30 drafts of 2, accepted 2, 1 or 0: 15 steps accepted both, so 33 accepted and 15 rejected tests: 33/48."""
+        record = ms.acceptance_record(
+            of_answers(ms.Acceptance("metrics", 30, 60, 33, (18, 15)), 100, 1)
+        )
+        self.assertAlmostEqual(record["alpha"], 33 / 48)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import random
 import unittest
 
 import measure_speculative as ms
-from tests.support import run_main
+from tests.support import (
+    run_main,
+)
 
 # Issue values, to four digits: the acceptance that a chain needs at a draft cost.
 BREAK_EVEN = {
@@ -20,6 +22,8 @@ BREAK_EVEN = {
     (8, 0.20): 0.6206,
     (8, 0.35): 0.7588,
 }
+
+
 # Leviathan et al. 2023, table 1: improvement in operations-free time, c = 0.
 LEVIATHAN = {
     (0.6, 2): 1.96,
@@ -181,7 +185,7 @@ class BestChain(unittest.TestCase):
             )
 
 
-class Fit(unittest.TestCase):
+class FittedCosts(unittest.TestCase):
     def test_fit_recovers_planted_verification_and_draft_cost(self):
         for verification, draft in ((1.0, 0.1), (1.35, 0.02), (0.9, 0.4), (2.0, 0.0)):
             found = ms.fitted_costs([(k, verification + k * draft) for k in (1, 2, 4, 8)])
@@ -321,8 +325,23 @@ class BreakEvenCommand(unittest.TestCase):
             self.assertIn(flags[0], outcome.err)
             self.assertNotIn("Traceback", outcome.err)
 
-    def test_it_writes_no_notebook(self):
+    def test_break_even_writes_no_notebook(self):
         self.assertEqual(run_main("break-even").files, {})
+
+    def test_the_arithmetic_ends_and_stays_json_at_its_limits(self):
+        for words in (
+            ("--alpha", "0.99999999", "--draft-cost", "1e-9"),
+            ("--alpha", "0.9999999", "--draft-cost", "1e-300"),
+            ("--measured-step-cost", "1e-6", "--tokens-per-step", "1e6"),
+        ):
+            with self.subTest(words):
+                outcome = run_main("break-even", "--json", *words)
+                self.assertEqual(outcome.code, 0)
+                json.loads(outcome.out, parse_constant=self.fail)
+        self.assertEqual(
+            run_main("break-even", "--measured-step-cost", "5e-324", "--tokens-per-step", "1").code,
+            2,
+        )
 
 
 if __name__ == "__main__":

@@ -62,16 +62,16 @@ class Fakes(unittest.TestCase):
                 ):
                     plain = chat(server, "hi", max_tokens=5)
                     chunks = chat(server, "hi", stream=True, max_tokens=5)
-                    self.assertEqual("a b c d e", plain["choices"][0]["message"]["content"])
-                    self.assertEqual("a b c d e", streamed_text(chunks))
+                    self.assertEqual(plain["choices"][0]["message"]["content"], "a b c d e")
+                    self.assertEqual(streamed_text(chunks), "a b c d e")
                     ends = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]]
-                    self.assertEqual({"length", None}, set(ends))
+                    self.assertEqual(set(ends), {"length", None})
                     self.assertEqual(
-                        [5, 5], [end["usage"]["completion_tokens"] for end in (plain, chunks[-1])]
+                        [end["usage"]["completion_tokens"] for end in (plain, chunks[-1])], [5, 5]
                     )
                     self.assertEqual(
-                        ["fake-model"],
                         [m["id"] for m in json.loads(get(server.url + "/models"))["data"]],
+                        ["fake-model"],
                     )
 
     def test_the_fake_counts_what_it_generates(self):
@@ -81,22 +81,22 @@ class Fakes(unittest.TestCase):
                 server, "hi"
             )  # 1 | 2 to 5 | 6, 7 | 8 | 9, its draft of one refused | 10, no room for a draft
             truth = server.truth
-            self.assertEqual((10, 3, 2), (truth.tokens, truth.steps, truth.plain_steps))
+            self.assertEqual((truth.tokens, truth.steps, truth.plain_steps), (10, 3, 2))
             self.assertEqual(
-                (3 + 3 + 1, 4, [2, 1, 1]), (truth.drafted, truth.accepted, truth.per_position)
+                (truth.drafted, truth.accepted, truth.per_position), (3 + 3 + 1, 4, [2, 1, 1])
             )
             page = get(server.root + "/metrics")
             names = [
                 "spec_decode_num_%s_total" % n
                 for n in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
             ] + ["generation_tokens_total"]
-            self.assertEqual([3, 7, 4, 4, 10], [value(page, "vllm:" + name) for name in names])
+            self.assertEqual([value(page, "vllm:" + name) for name in names], [3, 7, 4, 4, 10])
 
     def test_tokens_are_one_and_accepted_plus_one_for_each_step(self):
         for length in range(1, 40):
             for pattern in ((4, 2, 0), (0,), (4,), (1, None)):
                 steps = split_steps([("content", "x")] * length, Speculation(4, pattern))
-                self.assertEqual(length, 1 + sum(step.accepted + 1 for step in steps[1:]))
+                self.assertEqual(1 + sum(step.accepted + 1 for step in steps[1:]), length)
                 self.assertTrue(all(step.accepted <= step.drafted <= 4 for step in steps))
 
     def test_response_fields_and_pages_tell_the_same(self):
@@ -112,33 +112,33 @@ class Fakes(unittest.TestCase):
         for place in (body, chunks[-1]):
             told = place["timings"]
             self.assertEqual(
-                (one.drafted, one.accepted), (told["draft_n"], told["draft_n_accepted"])
+                (told["draft_n"], told["draft_n_accepted"]), (one.drafted, one.accepted)
             )
-        self.assertEqual(all_.steps, value(page, "llamacpp:spec_decode_num_drafts_total"))
+        self.assertEqual(value(page, "llamacpp:spec_decode_num_drafts_total"), all_.steps)
         body, chunks, page, one, all_ = both("sglang", return_spec_tokens_details=True)
-        self.assertEqual(one.steps, body["sglext"]["spec_tokens_details"]["spec_verify_ct"])
-        self.assertEqual([], chunks[-2]["choices"])
+        self.assertEqual(body["sglext"]["spec_tokens_details"]["spec_verify_ct"], one.steps)
+        self.assertEqual(chunks[-2]["choices"], [])
         self.assertEqual(body["sglext"], chunks[-2]["sglext"])
-        self.assertEqual(all_.tokens, value(page, "sglang:generation_tokens_total"))
+        self.assertEqual(value(page, "sglang:generation_tokens_total"), all_.tokens)
         body, chunks, page, one, all_ = both("tensorrt-llm")
         self.assertEqual(
-            one.histogram, chunks[-2]["choices"][0]["speculative_decoding"]["acceptance_histogram"]
+            chunks[-2]["choices"][0]["speculative_decoding"]["acceptance_histogram"], one.histogram
         )
         first = next(
             line for line in page.split("\n") if "drafted" in line and 'token_position="0"' in line
         )
-        self.assertEqual(all_.steps, float(first.split(" ")[1]))
+        self.assertEqual(float(first.split(" ")[1]), all_.steps)
         body, chunks, page, one, all_ = both("tgi")
         self.assertEqual(
-            all_.steps, value(page, "tgi_request_skipped_tokens_count") - all_.requests
+            value(page, "tgi_request_skipped_tokens_count") - all_.requests, all_.steps
         )
-        self.assertEqual(all_.accepted, value(page, "tgi_request_skipped_tokens_sum"))
+        self.assertEqual(value(page, "tgi_request_skipped_tokens_sum"), all_.accepted)
         body, chunks, page, one, all_ = both("tabbyapi")
         details = chunks[-1]["usage"]["completion_tokens_details"]
-        self.assertEqual(one.drafted, sum(details.values()))
-        self.assertEqual("stop", chunks[-1]["choices"][0]["finish_reason"])
+        self.assertEqual(sum(details.values()), one.drafted)
+        self.assertEqual(chunks[-1]["choices"][0]["finish_reason"], "stop")
         body, chunks, page, one, all_ = both("lm-studio")
-        self.assertEqual(one.accepted, body["stats"]["accepted_draft_tokens_count"])
+        self.assertEqual(body["stats"]["accepted_draft_tokens_count"], one.accepted)
 
     def test_restart_lag_and_foreign_traffic_show_on_the_page(self):
         def tokens():
@@ -146,14 +146,14 @@ class Fakes(unittest.TestCase):
 
         with FakeServer("vllm", words=6, lag_reads=1) as server:
             chat(server, "hi")
-            self.assertEqual([0, 6], [tokens(), tokens()])
+            self.assertEqual([tokens(), tokens()], [0, 6])
             server.generate(100)
-            self.assertEqual((106, 6), (tokens(), server.truth.tokens))
+            self.assertEqual((tokens(), server.truth.tokens), (106, 6))
             start = value(get(server.root + "/metrics"), "vllm:generation_tokens_created")
             server.restart()
-            self.assertEqual(0, tokens())
+            self.assertEqual(tokens(), 0)
             self.assertNotEqual(
-                start, value(get(server.root + "/metrics"), "vllm:generation_tokens_created")
+                value(get(server.root + "/metrics"), "vllm:generation_tokens_created"), start
             )
 
     def test_faults_come_in_order_and_then_all_is_well(self):
@@ -181,20 +181,20 @@ class Fakes(unittest.TestCase):
                         )
                         self.assertIn(name, ("error-in-stream", "no-finish", "no-done", "empty"))
                         self.assertEqual(
-                            name == "error-in-stream", any("error" in chunk for chunk in chunks)
+                            any("error" in chunk for chunk in chunks), name == "error-in-stream"
                         )
                     except urllib.error.HTTPError as error:
                         self.assertIn(
                             name, ("429-retry-after", "503", "redirect", "echo-key-error")
                         )
-                        self.assertEqual(name == "echo-key-error", b"Bearer sesame" in error.read())
+                        self.assertEqual(b"Bearer sesame" in error.read(), name == "echo-key-error")
                         error.close()
                     except (OSError, ValueError, http.client.HTTPException):
                         self.assertIn(
                             name, ("refuse", "html", "half-json", "close-mid-body", "bad-utf8")
                         )
-            self.assertEqual(32, chat(server, "hi")["usage"]["completion_tokens"])
-            self.assertEqual([32, 32, 1, 32, 32], [counts.tokens for counts in server.given])
+            self.assertEqual(chat(server, "hi")["usage"]["completion_tokens"], 32)
+            self.assertEqual([counts.tokens for counts in server.given], [32, 32, 1, 32, 32])
 
     def test_endless_faults_end_with_the_client_or_the_test(self):
         begin = time.perf_counter()
@@ -216,7 +216,7 @@ class Fakes(unittest.TestCase):
                             break
                     return data
 
-            self.assertEqual(b"", read_for(0.1))
+            self.assertEqual(read_for(0.1), b"")
             stalled, dribbled, huge = read_for(0.1), read_for(0.2), read_for(0.1)
         self.assertIn(b"data: ", stalled)
         self.assertNotIn(b"[DONE]", stalled)
@@ -239,23 +239,23 @@ class Fakes(unittest.TestCase):
 
         with FakeServer("vllm", api_key="sesame") as server:
             self.assertEqual(
-                [401, 401, 200, 200],
                 [status(server, path) for path in (None, "/v1/models", "/metrics", "/version")],
+                [401, 401, 200, 200],
             )
-            self.assertEqual(200, status(server, headers={"Authorization": "Bearer sesame"}))
+            self.assertEqual(status(server, headers={"Authorization": "Bearer sesame"}), 200)
             self.assertEqual(
-                404, status(server, headers={"Authorization": "Bearer sesame"}, model="other")
+                status(server, headers={"Authorization": "Bearer sesame"}, model="other"), 404
             )
         with FakeServer("llama.cpp", api_key="sesame") as server:
-            self.assertEqual([401, 200], [status(server, "/metrics"), status(server, "/health")])
+            self.assertEqual([status(server, "/metrics"), status(server, "/health")], [401, 200])
         with FakeServer("llama.cpp", metrics=False, reject={"seed": "no seed"}) as server:
             self.assertEqual(
-                [501, 200, 400],
                 [status(server, "/metrics"), status(server, model="x"), status(server, seed=1)],
+                [501, 200, 400],
             )
         with FakeServer("tensorrt-llm") as server:
             self.assertEqual(
-                [400, 200], [status(server, cache_prompt=True), status(server, seed=1)]
+                [status(server, cache_prompt=True), status(server, seed=1)], [400, 200]
             )
 
     def test_logprobs_show_the_gap_that_was_asked_for(self):
@@ -263,11 +263,11 @@ class Fakes(unittest.TestCase):
             content = chat(server, "hi", logprobs=True, top_logprobs=3)["choices"][0]["logprobs"][
                 "content"
             ]
-        self.assertEqual(["a", " b", " c"], [entry["token"] for entry in content])
+        self.assertEqual([entry["token"] for entry in content], ["a", " b", " c"])
         first, second = content[1]["top_logprobs"][:2]
-        self.assertEqual((" b", " other"), (first["token"], second["token"]))
-        self.assertEqual(0.125, first["logprob"] - second["logprob"])
-        self.assertEqual(3, len(content[0]["top_logprobs"]))
+        self.assertEqual((first["token"], second["token"]), (" b", " other"))
+        self.assertEqual(first["logprob"] - second["logprob"], 0.125)
+        self.assertEqual(len(content[0]["top_logprobs"]), 3)
 
     def test_thinking_comes_first_and_in_the_engines_own_field(self):
         for name, fields in (("vllm", {"reasoning"}), ("llama.cpp", {"reasoning_content"})):
@@ -275,8 +275,8 @@ class Fakes(unittest.TestCase):
                 name, answers={"hi": {"reasoning": "let me see", "content": "42"}}
             ) as server:
                 message = chat(server, "hi")["choices"][0]["message"]
-                self.assertEqual("42", message["content"])
-                self.assertEqual({"let me see"}, {message[field] for field in fields})
+                self.assertEqual(message["content"], "42")
+                self.assertEqual({message[field] for field in fields}, {"let me see"})
                 self.assertIsNone(
                     chat(server, "hi", max_tokens=2)["choices"][0]["message"]["content"]
                 )
@@ -286,30 +286,30 @@ class Fakes(unittest.TestCase):
             for expected in (503, 503, 200, 200):
                 try:
                     chat(server, "hi")
-                    self.assertEqual(200, expected)
+                    self.assertEqual(expected, 200)
                 except urllib.error.HTTPError as error:
                     error.close()
-                    self.assertEqual(503, expected)
-            self.assertEqual(4, len(server.chats))
+                    self.assertEqual(expected, 503)
+            self.assertEqual(len(server.chats), 4)
             with self.assertRaises(urllib.error.HTTPError) as caught:
                 get(server.url + "/models")
             caught.exception.close()
 
     def test_the_expected_values_of_the_engine_pages_agree_with_themselves(self):
         expected = json.loads((DATA / "engines" / "expected.json").read_text("utf-8"))
-        self.assertEqual(set(ENGINES), set(expected))
+        self.assertEqual(set(expected), set(ENGINES))
         for name, parts in expected.items():
             self.assertEqual(
-                parts["page"] is not None, (DATA / "engines" / (name + ".after.txt")).exists(), name
+                (DATA / "engines" / (name + ".after.txt")).exists(), parts["page"] is not None, name
             )
             for values in filter(None, (parts["page"], parts["response"])):
                 steps, drafted, accepted = values["steps"], values["drafted"], values["accepted"]
                 if drafted is not None:
-                    self.assertAlmostEqual(accepted / drafted, values["rate"], 6, name)
+                    self.assertAlmostEqual(values["rate"], accepted / drafted, 6, name)
                 if steps is not None:
-                    self.assertAlmostEqual(1 + accepted / steps, values["mean_length"], 6, name)
+                    self.assertAlmostEqual(values["mean_length"], 1 + accepted / steps, 6, name)
                 if values["per_position"] is not None:
-                    self.assertEqual(accepted, sum(values["per_position"]), name)
+                    self.assertEqual(sum(values["per_position"]), accepted, name)
 
 
 if __name__ == "__main__":

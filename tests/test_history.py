@@ -1,4 +1,4 @@
-"""Over time: the history of a notebook, the alarms for cron, exit codes."""
+"""Reports over time: the history of a notebook, the alarms for cron, exit codes."""
 
 import copy
 import csv
@@ -12,7 +12,14 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import FakeServer, Speculation
-from tests.support import measure, run_main
+from tests.support import (
+    compare,
+    measure,
+    run_main,
+    same_speed,
+    slow_pair,
+    strict,
+)
 
 PROMPTS = ["prompt %d" % i for i in range(4)]
 NEVER_PAYS = (
@@ -40,7 +47,7 @@ def interval(ratio, share=0.03, prompts=12, name="ratio"):
     }
 
 
-class Notebook(unittest.TestCase):
+class PlantedNotebook(unittest.TestCase):
     """Records of a real run, from which notebooks of planted runs are made."""
 
     @classmethod
@@ -79,7 +86,7 @@ class Notebook(unittest.TestCase):
         )
 
 
-class Report(Notebook):
+class History(PlantedNotebook):
     def test_400_records_of_several_labels_and_damaged_lines_report_in_under_a_second(self):
         text, damaged = "# Notes\n", []
         dice, number = random.Random(3), 0
@@ -232,7 +239,7 @@ class Report(Notebook):
                 self.assertIn("1.80" if not flags else "1.8", outcome.out)
 
 
-class Regression(Notebook):
+class Regressions(PlantedNotebook):
     def alarms(self, before, after):
         return ms.regressions(before, after)
 
@@ -362,7 +369,7 @@ class Regression(Notebook):
         self.assertGreater(found, 180)
 
 
-class Alarms(Notebook):
+class Alarms(PlantedNotebook):
     def measured(self, *flags, earlier=(), a=None, b=None, prompts=PROMPTS):
         with a or FakeServer("vllm") as first, b or drafting() as second:
             files = {"labbook.md": "# Notes\n" + lines(earlier)} if earlier else None
@@ -465,7 +472,7 @@ class Alarms(Notebook):
         self.assert_one_line(outcome, "CHANGED TEXT .* 2 of 52 ")
         self.assertNotIn("prompts-1 ", outcome.err)
 
-    def test_several_may_be_given(self):
+    def test_several_conditions_may_be_given(self):
         for flags in (
             ("--fail-on", "slower,changed-text"),
             ("--fail-on", " regression, changed-text ,slower"),
@@ -504,7 +511,7 @@ class Alarms(Notebook):
         self.assert_one_line(outcome, "^CHANGED TEXT")
 
 
-class ExitCodes(Notebook):
+class ExitCodes(PlantedNotebook):
     def test_a_server_that_completed_nothing_comes_before_an_alarm(self):
         with (
             FakeServer("vllm") as a,
@@ -559,6 +566,85 @@ class ExitCodes(Notebook):
     def test_a_finding_without_fail_on_is_no_failure(self):
         with FakeServer("vllm") as a, drafting(answers={"prompt 0": "other"}) as b:
             self.assertEqual(measure(a, b, *NEVER_PAYS, prompts=PROMPTS).code, 0)
+
+
+class DamagedHistory(unittest.TestCase):
+    """`--fail-on regression` reads what older versions, editors and full disks have left in the notebook."""
+
+    @classmethod
+    def setUpClass(cls):
+        fast = {
+            "plain.jsonl": slow_pair()["plain.jsonl"],
+            "slow.jsonl": same_speed("slow", seconds=0.5, drafted=200, accepted=150),
+        }
+        cls.fast = strict(compare(*fast.items()).files["labbook.md"])
+
+    def now(self, earlier):
+        """Compare the slow pair with these records in the notebook; the Outcome, and the records it appended."""
+        book = b"".join(json.dumps(record).encode() + b"\n" for record in earlier)
+        outcome = (
+            compare(*slow_pair().items(), flags=("--fail-on", "regression"))
+            if not earlier
+            else run_main(
+                "compare",
+                *slow_pair(),
+                "--fail-on",
+                "regression",
+                files=dict(slow_pair(), **{"labbook.md": book}),
+            )
+        )
+        return outcome, strict(outcome.files["labbook.md"][len(book) :])
+
+    def damaged(self, **fields):
+        return [dict(record, **fields) for record in copy.deepcopy(self.fast)]
+
+    def test_a_damaged_older_record_costs_no_measurement(self):
+        whole = {"ratio": 9.0, "tokens_per_s": 900.0, "low": 8.0, "high": 10.0}
+        for value in (
+            5,
+            "x",
+            True,
+            [],
+            [1, 2],
+            {},
+            {"ratio": 1},
+            {"tokens_per_s": 1},
+            dict(whole, ratio="fast", tokens_per_s=[]),
+            dict(whole, low="x"),
+            dict(whole, high="x"),
+            dict(whole, high=None),
+            dict(whole, low={}),
+            dict(whole, low=True),
+        ):
+            with self.subTest(value):
+                outcome, records = self.now(self.damaged(speedup=value, speed=value))
+                self.assertIn(outcome.code, (0, 1, 3))
+                self.assertEqual(len(records), 3)
+                self.assertIn("Drafts", outcome.out)
+                self.assertEqual(outcome.code == 0, not outcome.err, outcome.err)
+
+    def test_other_odd_fields_cost_no_measurement_either(self):
+        for name in (
+            "label",
+            "model",
+            "prompts_sha256",
+            "max_tokens",
+            "concurrency",
+            "engine_version",
+            "recorded_at",
+            "kind",
+            "repeats",
+        ):
+            for value in (None, [], {}, 5, "\ud800"):
+                with self.subTest(name, value=value):
+                    self.assertEqual(len(self.now(self.damaged(**{name: value}))[1]), 3)
+
+    def test_a_damaged_record_hides_no_regression_against_the_good_one_before_it(self):
+        outcome, _ = self.now(self.fast)
+        self.assertEqual(outcome.code, 3, "the planted regression")
+        outcome, _ = self.now(self.fast + self.damaged(speedup=5))
+        self.assertEqual(outcome.code, 3, outcome.err)
+        self.assertIn("REGRESSION", outcome.err)
 
 
 if __name__ == "__main__":

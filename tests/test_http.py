@@ -1,4 +1,4 @@
-"""The HTTP client: every quirk of streams and plain answers, deadlines, waiting, base URLs."""
+"""The HTTP client: every quirk of streams and plain answers, requests, deadlines, waiting, addresses."""
 
 import json
 import os
@@ -11,7 +11,15 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer, ReplayServer
-from tests.support import measure, of_answers, run_main
+from tests.support import (
+    canned,
+    findings,
+    http,
+    measure,
+    of_answers,
+    run_main,
+    stream,
+)
 
 HI = ({"role": "user", "content": "hi"},)
 CHAT = "/v1/chat/completions"
@@ -73,7 +81,7 @@ def delta(content=None, finish=None, **more):
     )
 
 
-class Streams(unittest.TestCase):
+class WholeStreams(unittest.TestCase):
     """Cases A17, B11, B13 and D."""
 
     HELLO = [  # case, routes, completion tokens
@@ -102,13 +110,13 @@ class Streams(unittest.TestCase):
             with self.subTest(case, routes=routes):
                 answer = replayed(case, routes)
                 self.assertEqual(
-                    ("Hello world", "", "stop", tokens),
                     (
                         answer.content,
                         answer.reasoning,
                         answer.finish_reason,
                         answer.completion_tokens,
                     ),
+                    ("Hello world", "", "stop", tokens),
                 )
 
     def test_d01_a_chunk_without_choices_is_not_the_first_token(self):
@@ -129,13 +137,13 @@ class Streams(unittest.TestCase):
             with self.subTest(routes):
                 answer = replayed("D06", routes)
                 self.assertEqual(
-                    (content, reasoning, tokens, finish),
                     (
                         answer.content,
                         answer.reasoning,
                         answer.completion_tokens,
                         answer.finish_reason,
                     ),
+                    (content, reasoning, tokens, finish),
                 )
 
     def test_d06_the_first_token_is_the_first_reasoning_token(self):
@@ -153,7 +161,7 @@ class Streams(unittest.TestCase):
                 }
             ]
         }
-        self.assertEqual("so", answered(stream_of(twice, b"[DONE]")).reasoning)
+        self.assertEqual(answered(stream_of(twice, b"[DONE]")).reasoning, "so")
 
     def test_d07_a_missing_count_is_never_guessed_from_chunks(self):
         for flags in ([], ["--no-stream"]):
@@ -162,15 +170,15 @@ class Streams(unittest.TestCase):
                     "--baseline-url", server.url, "--model", "n", *flags, prompts=["a", "b"]
                 )
             record = outcome.endpoint()
-            self.assertEqual((0, 2), (outcome.code, record["completed"]))
+            self.assertEqual((outcome.code, record["completed"]), (0, 2))
             self.assertEqual(
-                [None, None, None],
                 [
                     record[name]
                     for name in ("output_tokens", "output_tokens_per_s", "decode_tokens_per_s")
                 ],
+                [None, None, None],
             )
-            self.assertIs(False, record["tokens_counted_by_server"])
+            self.assertIs(record["tokens_counted_by_server"], False)
 
     def test_d11_a_stream_that_breaks_off_is_a_failed_request(self):
         for routes in ("routes_c.json", "routes_i.json", "routes_g.json"):
@@ -205,7 +213,7 @@ class Streams(unittest.TestCase):
             }
             with ReplayServer([entry], folder) as server:
                 started = time.perf_counter()
-                self.assertEqual("Hello", ms.complete(endpoint(server), HI).content)
+                self.assertEqual(ms.complete(endpoint(server), HI).content, "Hello")
                 self.assertLess(time.perf_counter() - started, 4.5)
 
     def test_an_event_may_have_several_data_lines(self):
@@ -215,16 +223,16 @@ class Streams(unittest.TestCase):
             b'"finish_reason": "stop"}]}\n\n',
             b"[DONE]\n\n",
         )
-        self.assertEqual("Hello", answered(stream_of() + b"data: " + b"data: ".join(parts)).content)
+        self.assertEqual(answered(stream_of() + b"data: " + b"data: ".join(parts)).content, "Hello")
 
     def test_a17_chunks_are_not_tokens(self):
         answer = replayed("A17")
         self.assertEqual(
-            (12, "one two three four five six seven eight nine ten eleven twelve", "length"),
             (answer.completion_tokens, answer.content, answer.finish_reason),
+            (12, "one two three four five six seven eight nine ten eleven twelve", "length"),
         )
-        self.assertEqual("timings", answer.decode_source)
-        self.assertAlmostEqual(48.0, answer.decode_tokens / answer.decode_s, 9)
+        self.assertEqual(answer.decode_source, "timings")
+        self.assertAlmostEqual(answer.decode_tokens / answer.decode_s, 48.0, 9)
 
     def test_a17_acceptance_comes_from_the_servers_timings(self):
         answer = replayed("A17")
@@ -232,26 +240,26 @@ class Streams(unittest.TestCase):
             of_answers(ms.acceptance_of_answer(answer.statistics), answer.completion_tokens, 1)
         )
         self.assertEqual(
-            (15, 9, 0.6, 5.5),
             tuple(record[k] for k in ("drafted", "accepted", "rate", "tokens_per_target_step")),
+            (15, 9, 0.6, 5.5),
         )
 
     def test_a17_without_usage_and_timings_there_is_no_speed(self):
         events = [delta("one two "), delta("three four ", "length"), b"[DONE]"]
         answer = answered(stream_of(*events))
         self.assertEqual(
-            (None, None, None), (answer.completion_tokens, answer.decode_s, answer.decode_tokens)
+            (answer.completion_tokens, answer.decode_s, answer.decode_tokens), (None, None, None)
         )
 
     def test_b11_an_emoji_cut_by_the_network_is_whole_again(self):
         expected = json.loads((CASES / "B11" / "baseline.json").read_text("utf-8"))["choices"][0][
             "message"
         ]["content"]
-        self.assertEqual("Done \U0001f389 bye", expected)
+        self.assertEqual(expected, "Done \U0001f389 bye")
         for routes in ("routes_b.json", "routes_c.json"):
             with self.subTest(routes):
                 answer = replayed("B11", routes)
-                self.assertEqual((expected, False), (answer.content, answer.undecodable))
+                self.assertEqual((answer.content, answer.undecodable), (expected, False))
 
     def test_b11_every_cut_of_the_stream_gives_the_same_text(self):
         raw = (CASES / "B11" / "b_spec_stream.http").read_bytes()
@@ -259,24 +267,22 @@ class Streams(unittest.TestCase):
         for at in range(start + 1, len(raw), 5):
             builder = ms.AnswerBuilder(0.0)
             builder.add_stream(raw[start:at], iter([raw[at : at + 1], raw[at + 1 :]]))
-            self.assertEqual("Done \U0001f389 bye", builder.answer(True).content)
+            self.assertEqual(builder.answer(True).content, "Done \U0001f389 bye")
 
     def test_b11_half_a_pair_becomes_a_mark_and_a_finding_and_no_error(self):
         answer = replayed("B11", "routes_d.json")
-        self.assertEqual(("Done \ufffd", True), (answer.content, answer.undecodable))
+        self.assertEqual((answer.content, answer.undecodable), ("Done \ufffd", True))
         with ReplayServer("routes_d.json", CASES / "B11") as server:
-            outcome = run_main(
-                "--baseline-url",
-                server.url,
-                "--speculative-url",
-                server.url,
+            outcome = measure(
+                server,
+                server,
                 "--model",
                 "n",
                 "--save-run",
                 "run.jsonl",
                 prompts=["a", "b"],
             )
-        self.assertEqual(0, outcome.code, outcome.err)
+        self.assertEqual(outcome.code, 0, outcome.err)
         self.assertIn(
             "undecodable-text", [entry["finding"] for entry in outcome.endpoint()["audit"]]
         )
@@ -284,19 +290,19 @@ class Streams(unittest.TestCase):
             outcome.files[name].decode("ascii")
         readings = [json.loads(line) for line in outcome.files["run.jsonl"].splitlines()]
         self.assertEqual(
-            {"Done \ufffd"}, {line["content"] for line in readings if line["kind"] == "reading"}
+            {line["content"] for line in readings if line["kind"] == "reading"}, {"Done \ufffd"}
         )
 
     def test_bytes_that_are_not_utf_8_are_marked_and_no_error(self):
-        for stream in (True, False):
+        for streamed in (True, False):
             with FakeServer("plain", faults=["bad-utf8"], answers=lambda p, n: "a b c") as server:
-                answer = ms.complete(endpoint(server, stream=stream), HI)
+                answer = ms.complete(endpoint(server, stream=streamed), HI)
             self.assertTrue(answer.undecodable)
             self.assertIn("\ufffd", answer.content)
 
     def test_b13_the_choice_with_index_0_is_taken_and_others_never_joined(self):
         answer = replayed("B13")
-        self.assertEqual("Blue.", answer.content)
+        self.assertEqual(answer.content, "Blue.")
         self.assertIsNone(answer.completion_tokens, "the count covers all choices")
         two = {
             "choices": [
@@ -305,7 +311,7 @@ class Streams(unittest.TestCase):
             ]
         }
         answer = answered(stream_of(two, delta(None, "stop"), b"[DONE]"))
-        self.assertEqual("Blue.", answer.content)
+        self.assertEqual(answer.content, "Blue.")
 
     def test_a_finish_reason_of_another_choice_does_not_end_the_answer(self):
         other = {"choices": [{"index": 1, "delta": {"content": "Red."}, "finish_reason": "stop"}]}
@@ -340,7 +346,7 @@ class Streams(unittest.TestCase):
         ):
             with self.subTest(event=event):
                 answer = answered(stream_of(delta("Hello"), event, delta(None, "stop"), b"[DONE]"))
-                self.assertEqual(("Hello", None), (answer.content, answer.completion_tokens))
+                self.assertEqual((answer.content, answer.completion_tokens), ("Hello", None))
 
     def test_numbers_that_json_does_not_know_are_no_crash(self):
         for event in (
@@ -350,7 +356,7 @@ class Streams(unittest.TestCase):
         ):
             with self.subTest(event=event[:60]):
                 answer = answered(stream_of(delta("Hello"), event, delta(None, "stop"), b"[DONE]"))
-                self.assertEqual(("Hello", None), (answer.content, answer.completion_tokens))
+                self.assertEqual((answer.content, answer.completion_tokens), ("Hello", None))
                 self.assertIsNone(answer.decode_s)
 
     def test_an_error_object_in_a_stream_is_a_failure_whatever_came_before(self):
@@ -371,7 +377,6 @@ class PlainAnswers(unittest.TestCase):
     def test_plain_json_is_read_where_a_stream_was_asked_for(self):
         answer = replayed("D05", [{"method": "POST", "path": CHAT, "file": "chat.http"}])
         self.assertEqual(
-            ("Hello world", 3, False, None, None),
             (
                 answer.content,
                 answer.completion_tokens,
@@ -379,11 +384,12 @@ class PlainAnswers(unittest.TestCase):
                 answer.ttft_s,
                 answer.decode_s,
             ),
+            ("Hello world", 3, False, None, None),
         )
 
     def test_a_stream_is_read_where_plain_json_was_asked_for(self):
         answer = replayed("D11", "routes_a.json", stream=False)
-        self.assertEqual(("Hello world", True), (answer.content, answer.streamed))
+        self.assertEqual((answer.content, answer.streamed), ("Hello world", True))
 
     def test_an_answer_without_choices_is_a_failed_request(self):
         for body in (
@@ -411,14 +417,14 @@ class PlainAnswers(unittest.TestCase):
             (streamed.content, streamed.completion_tokens, True),
             (plain.content, plain.completion_tokens, True),
         )
-        self.assertEqual((True, False), (streamed.streamed, plain.streamed))
+        self.assertEqual((streamed.streamed, plain.streamed), (True, False))
 
 
 class Requests(unittest.TestCase):
     def bodies(self, *flags, engine="plain"):
         with FakeServer(engine, words=3) as server:
             outcome = measure(server, None, *flags, prompts=["hi"])
-            self.assertEqual(0, outcome.code, outcome.err)
+            self.assertEqual(outcome.code, 0, outcome.err)
             return [chat["body"] for chat in server.chats]
 
     def test_the_request_is_greedy_streamed_and_asks_for_usage_and_nothing_else(self):
@@ -432,7 +438,7 @@ class Requests(unittest.TestCase):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        self.assertEqual(expected, self.bodies()[1])
+        self.assertEqual(self.bodies()[1], expected)
 
     def test_warm_up_differs_in_the_prompt_only(self):
         warm, measured = self.bodies()
@@ -449,7 +455,7 @@ class Requests(unittest.TestCase):
             "--extra-body",
             '{"seed": null, "ignore_eos": true, "temperature": 0.5, "stream_options": null}',
         )[1]
-        self.assertEqual((True, 0.5), (body["ignore_eos"], body["temperature"]))
+        self.assertEqual((body["ignore_eos"], body["temperature"]), (True, 0.5))
         self.assertFalse({"seed", "stream_options"} & set(body))
 
     def test_the_extras_of_an_arm_go_to_that_arm_only_and_win(self):
@@ -470,21 +476,21 @@ class Requests(unittest.TestCase):
                 for server in (base, drafting)
                 for chat in server.chats[1:]
             ]
-        self.assertEqual([{"a": 1, "b": 2, "c": None}, {"a": 1, "b": 1, "c": 3}], found)
+        self.assertEqual(found, [{"a": 1, "b": 2, "c": None}, {"a": 1, "b": 1, "c": 3}])
 
     def test_seed_and_length_are_those_asked_for(self):
         body = self.bodies("--seed", "7", "--max-tokens", "5")[1]
-        self.assertEqual((7, 5), (body["seed"], body["max_tokens"]))
+        self.assertEqual((body["seed"], body["max_tokens"]), (7, 5))
 
     def test_a_field_that_the_server_rejects_is_named_with_the_way_out(self):
         with FakeServer("plain", reject={"seed": "no seed here"}, words=3) as server:
             outcome = measure(server, None, prompts=["hi"])
-            self.assertEqual(2, outcome.code)
+            self.assertEqual(outcome.code, 2)
             for words in ("no seed here", "--extra-body", "null", server.url):
                 self.assertIn(words, outcome.err)
-            self.assertEqual([], outcome.records)
+            self.assertEqual(outcome.records, [])
             self.assertEqual(
-                0, measure(server, None, "--extra-body", '{"seed": null}', prompts=["hi"]).code
+                measure(server, None, "--extra-body", '{"seed": null}', prompts=["hi"]).code, 0
             )
 
     def test_every_request_asks_for_one_choice(self):
@@ -506,14 +512,14 @@ class WithoutUsage(unittest.TestCase):
             outcome = measure(base, drafting, prompts=["a", "b"])
             for server in (base, drafting):
                 self.assertEqual(
-                    [True, False, False], [chat["body"]["stream"] for chat in server.chats]
+                    [chat["body"]["stream"] for chat in server.chats], [True, False, False]
                 )
-        self.assertEqual(0, outcome.code, outcome.err)
+        self.assertEqual(outcome.code, 0, outcome.err)
         self.assertIn("without streaming", outcome.err)
         for arm in ("baseline", "speculative"):
             record = outcome.endpoint(arm)
             self.assertIn("usage-missing", [entry["finding"] for entry in record["audit"]])
-            self.assertEqual((None, 6), (record["ttft_s"], record["output_tokens"]))
+            self.assertEqual((record["ttft_s"], record["output_tokens"]), (None, 6))
         self.assertIsNotNone(outcome.comparison()["speedup"])
 
     def test_a_baseline_without_usage_switches_both_servers(self):
@@ -523,7 +529,7 @@ class WithoutUsage(unittest.TestCase):
         self.check(FakeServer("plain", words=3), self.shy)
 
 
-class Deadlines(unittest.TestCase):
+class DeadlinesAndBounds(unittest.TestCase):
     def failure(self, fault=None, **options):
         with FakeServer("plain", faults=[fault], **options) as server:
             started = time.perf_counter()
@@ -571,7 +577,7 @@ class Deadlines(unittest.TestCase):
             answered(raw)
 
 
-class Waiting(unittest.TestCase):
+class WaitingForAServer(unittest.TestCase):
     """503 and 429 are waited for, announced, bounded, and never timed."""
 
     def setUp(self):
@@ -587,12 +593,12 @@ class Waiting(unittest.TestCase):
     def test_d05_the_third_try_succeeds_and_the_wait_is_announced_and_noted(self):
         with ReplayServer("routes.json", CASES / "D05") as server:
             reading = self.take(server)
-            self.assertEqual(3, len(server.requests))
+            self.assertEqual(len(server.requests), 3)
         self.assertEqual(
-            ("Hello world", None, 2.0), (reading.answer.content, reading.error, reading.waited_s)
+            (reading.answer.content, reading.error, reading.waited_s), ("Hello world", None, 2.0)
         )
-        self.assertEqual([1.0, 1.0], self.slept)
-        self.assertEqual(1, len(self.said))  # told at once, and again after ten seconds
+        self.assertEqual(self.slept, [1.0, 1.0])
+        self.assertEqual(len(self.said), 1)  # told at once, and again after ten seconds
         for line in self.said:
             for words in ("Loading model", "503", server.url, "waiting 1 s"):
                 self.assertIn(words, line)
@@ -611,7 +617,7 @@ class Waiting(unittest.TestCase):
             outcome = run_main("--baseline-url", server.url, "--model", "n", prompts=["a"])
         record = outcome.endpoint()
         self.assertEqual(
-            (1, 1, 0, 1), (outcome.code, *(record[k] for k in ("requests", "completed", "failed")))
+            (outcome.code, *(record[k] for k in ("requests", "completed", "failed"))), (1, 1, 0, 1)
         )
         self.assertIn("Loading model", record["first_error"])
         self.assertIn("still", record["first_error"])
@@ -634,13 +640,13 @@ class Waiting(unittest.TestCase):
                         "plain", faults=[status + "-retry-after"], retry_after_s=told
                     ) as server:
                         reading = self.take(server)
-                    self.assertEqual(([expected], expected), (self.slept, reading.waited_s))
+                    self.assertEqual((self.slept, reading.waited_s), ([expected], expected))
                     self.assertIsNotNone(reading.answer)
 
     def test_without_retry_after_there_is_a_wait_all_the_same(self):
         with FakeServer("plain", faults=["429", "503"]) as server:
             self.assertIsNotNone(self.take(server).answer)
-        self.assertEqual(2, len(self.slept))
+        self.assertEqual(len(self.slept), 2)
         self.assertTrue(all(0 < seconds <= 60 for seconds in self.slept))
 
     def test_no_more_than_a_minute_is_waited_for_one_request(self):
@@ -661,58 +667,15 @@ class Waiting(unittest.TestCase):
         record = outcome.endpoint()
         self.assertIn("waited", [entry["finding"] for entry in record["audit"]])
         self.assertLess(record["wall_s"], 9)
-        self.assertEqual((2, 0), (record["completed"], record["failed"]))
+        self.assertEqual((record["completed"], record["failed"]), (2, 0))
         self.assertIn("waiting 9 s", outcome.err)
 
     def test_other_statuses_are_not_waited_for(self):
         for status in ("400", "404", "500", "502", "504"):
             with self.subTest(status), FakeServer("plain", faults=[status]) as server:
                 self.assertIn(f"HTTP {status}", self.take(server).error)
-                self.assertEqual(1, len(server.chats))
-        self.assertEqual([], self.slept)
-
-
-class MissingModel(unittest.TestCase):
-    """Case D14: 404, the model does not exist."""
-
-    def test_both_shapes_are_shown_and_nothing_is_measured(self):
-        for routes in ("routes.json", "routes_old.json"):
-            with self.subTest(routes), ReplayServer(routes, CASES / "D14") as server:
-                outcome = run_main("--baseline-url", server.url, "--model", "n", prompts=["a", "b"])
-                self.assertEqual((2, [], ""), (outcome.code, outcome.records, outcome.out))
-                self.assertIn("The model `n` does not exist.", outcome.err)
-                self.assertEqual(1, len([r for r in server.requests if r["method"] == "POST"]))
-
-    def test_how_many_requests_succeeded_is_said(self):
-        with ReplayServer("routes_mixed.json", CASES / "D14") as server:
-            outcome = run_main(
-                "--baseline-url",
-                server.url,
-                "--model",
-                "n",
-                "--warmup",
-                "0",
-                prompts=["a", "b", "c"],
-            )
-        record = outcome.endpoint()
-        self.assertEqual(
-            (3, 1, 2), tuple(record[name] for name in ("requests", "completed", "failed"))
-        )
-        self.assertIn("does not exist", record["first_error"])
-        self.assertRegex(outcome.out, r"2 of 3|1 of 3|2 failed")
-
-    def test_only_prompts_that_both_completed_are_compared(self):
-        with (
-            FakeServer("plain", faults=[None, "500"], words=8) as base,
-            FakeServer("plain", faults=[None, None, "500"], words=8) as drafting,
-        ):
-            outcome = measure(base, drafting, prompts=["a", "b", "c", "d"])
-        texts = outcome.comparison()["text_comparison"]
-        self.assertEqual(
-            (2, 2, 0, 2),
-            tuple(texts[name] for name in ("compared", "identical", "divergent", "failed")),
-        )
-        self.assertEqual(2, outcome.comparison()["speedup"]["prompts"])
+                self.assertEqual(len(server.chats), 1)
+        self.assertEqual(self.slept, [])
 
 
 class BaseUrls(unittest.TestCase):
@@ -726,17 +689,17 @@ class BaseUrls(unittest.TestCase):
             host = re.match("http://[^/]+", url)[0]
             with self.subTest(url):
                 self.assertEqual(
-                    (host + chat, host + metrics), (api + "/chat/completions", root + "/metrics")
+                    (api + "/chat/completions", root + "/metrics"), (host + chat, host + metrics)
                 )
 
-    def test_more_forms_that_people_paste(self):
+    def test_more_forms_that_people_paste_mean_the_same_server(self):
         for form in ("/v1//", "//", "/v1/chat/completions", "/v1/chat/completions/", " "):
             with self.subTest(form):
                 self.assertEqual(
-                    ("http://h:8080/v1", "http://h:8080"),
                     ms.base_urls("http://h:8080" + form, "--baseline-url"),
+                    ("http://h:8080/v1", "http://h:8080"),
                 )
-        self.assertEqual(("http://h/v3", "http://h"), ms.base_urls("http://h/v3", "--baseline-url"))
+        self.assertEqual(ms.base_urls("http://h/v3", "--baseline-url"), ("http://h/v3", "http://h"))
 
     def test_requests_go_to_one_address_whatever_the_form(self):
         for form in ("", "/", "/v1", "/v1/"):
@@ -744,11 +707,25 @@ class BaseUrls(unittest.TestCase):
                 outcome = run_main(
                     "--baseline-url", server.root + form, "--model", "n", prompts=["a"]
                 )
-                self.assertEqual(0, outcome.code, outcome.err)
+                self.assertEqual(outcome.code, 0, outcome.err)
                 self.assertEqual(
-                    {CHAT}, {r["path"] for r in server.requests if r["method"] == "POST"}
+                    {r["path"] for r in server.requests if r["method"] == "POST"}, {CHAT}
                 )
-                self.assertEqual(server.url, outcome.endpoint()["base_url"])
+                self.assertEqual(outcome.endpoint()["base_url"], server.url)
+
+    def test_a_path_that_is_not_ascii_is_named_and_not_the_host(self):
+        for words in (
+            ("--baseline-url", "http://127.0.0.1:9/\u00fc/v1"),
+            (
+                "--baseline-url",
+                "http://127.0.0.1:9",
+                "--baseline-metrics-url",
+                "http://127.0.0.1:9/m\u00fc",
+            ),
+        ):
+            outcome = run_main(*words)
+            self.assertEqual(outcome.code, 2)
+            self.assertIn("non-ASCII", outcome.err)
 
 
 class OneHostOnly(unittest.TestCase):
@@ -766,9 +743,9 @@ class OneHostOnly(unittest.TestCase):
                     for host in ("127.0.0.1", "localhost"):
                         api = server.url.replace("127.0.0.1", host)
                         answer = ms.complete(ms.Endpoint("baseline", api, server.root), HI)
-                        self.assertEqual("Hello world", answer.content)
-            self.assertEqual([], proxy.requests)
-            self.assertEqual(4, len(server.requests))
+                        self.assertEqual(answer.content, "Hello world")
+            self.assertEqual(proxy.requests, [])
+            self.assertEqual(len(server.requests), 4)
 
     def test_redirects_are_not_followed(self):
         for method in ("complete", "get_text"):
@@ -784,10 +761,57 @@ class OneHostOnly(unittest.TestCase):
                         ms.complete(endpoint(server), HI)
                     else:
                         ms.get_text(server.root + "/x")
-                self.assertEqual([], other.requests)
-                self.assertEqual(1, len(server.requests))
+                self.assertEqual(other.requests, [])
+                self.assertEqual(len(server.requests), 1)
                 self.assertIn("redirect", str(caught.exception))
                 self.assertIn(other.url, str(caught.exception))
+
+
+class StreamsThatWereHeldBack(unittest.TestCase):
+    """A proxy or server that gives the whole stream at once."""
+
+    def record(self, **entry):
+        raw = http(stream(texts=[" word%d" % i for i in range(20)], usage=20), "text/event-stream")
+        if entry:
+            entry["split"] = [raw.index(b' word%d"' % i) for i in (1, 10)]
+        with canned(raw, **entry) as server:
+            outcome = measure(server, None, "--model", "m", "--warmup", "0", prompts=["one"])
+        self.assertEqual(outcome.code, 0, outcome.err)
+        return outcome.endpoint()
+
+    def test_a_stream_that_arrives_in_one_piece_has_no_decode_time(self):
+        record = self.record()
+        self.assertEqual(
+            (record["output_tokens"], record["decode_tokens_per_s"], record["decode_source"]),
+            (20, None, None),
+        )
+        self.assertIsNotNone(record["output_tokens_per_s"])
+
+    def test_a_stream_that_arrives_in_pieces_has_a_decode_time(self):
+        record = self.record(delay_ms=30)
+        self.assertEqual(record["decode_source"], "stream-approximate")
+        self.assertLess(record["decode_tokens_per_s"], 19 / 0.03)
+
+
+class HostNames(unittest.TestCase):
+    def test_a_host_name_that_is_none_is_said_in_plain_words(self):
+        for host in ("a..b", "a" * 64 + ".test"):
+            for option in ("--baseline-url", "--speculative-url"):
+                with self.subTest(host, option=option):
+                    outcome = run_main(option, "http://%s/v1" % host)
+                    self.assertEqual(
+                        (outcome.code, len(outcome.err.splitlines())), (2, 1), outcome.err
+                    )
+                    self.assertIn("host name", outcome.err)
+                    self.assertNotRegex(outcome.err, "codec|idna|Unicode|HTTP server")
+
+    def test_a_metrics_address_without_a_host_name_ends_nothing(self):
+        with FakeServer("plain") as server:
+            outcome = measure(
+                server, None, "--baseline-metrics-url", "http://a..b/metrics", prompts=["one"]
+            )
+        self.assertEqual(outcome.code, 0, outcome.err)
+        self.assertIn("host name", findings(outcome.endpoint())["metrics-unavailable"]["detail"])
 
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ class HonestDraft(RealTest):
         drafted = sum(t.get("draft_n", 0) for t in timings)
         accepted = sum(t.get("draft_n_accepted", 0) for t in timings)
         steps = growth[DRAFTS]
-        self.assertEqual((drafted, accepted), (growth[DRAFTED], growth[ACCEPTED]))
+        self.assertEqual((growth[DRAFTED], growth[ACCEPTED]), (drafted, accepted))
         self.assertEqual(
             (told["steps"], told["drafted"], told["accepted"]), (steps, drafted, accepted)
         )

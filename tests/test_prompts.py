@@ -7,18 +7,24 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
 from collections import Counter
 
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer
-from tests.support import PROGRAM, measure, run_main
+from tests.support import (
+    PROGRAM,
+    measure,
+    no_windows,
+    run_main,
+)
 
 PROMPTS = PROGRAM.parent / "prompts"
 GERMAN = "Wie gro\u00df ist ein Bakterium?"
 
 
-class Folder(unittest.TestCase):
+class PromptFolder(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -43,14 +49,14 @@ def text_of(prompt):
     return message["content"]
 
 
-class BuiltIn(unittest.TestCase):
+class BuiltInPrompts(unittest.TestCase):
     def test_the_built_in_set_has_four_prompts_of_each_kind(self):
         prompts = ms.built_in_prompts()
         self.assertEqual(
-            {"copy": 4, "closed": 4, "open": 4}, Counter(prompt.workload for prompt in prompts)
+            Counter(prompt.workload for prompt in prompts), {"copy": 4, "closed": 4, "open": 4}
         )
-        self.assertEqual(12, len({text_of(prompt) for prompt in prompts}))
-        self.assertEqual(12, len({prompt.id for prompt in prompts}))
+        self.assertEqual(len({text_of(prompt) for prompt in prompts}), 12)
+        self.assertEqual(len({prompt.id for prompt in prompts}), 12)
 
     def test_copy_prompts_hold_the_material_that_the_answer_repeats(self):
         texts = [text_of(prompt) for prompt in ms.built_in_prompts() if prompt.workload == "copy"]
@@ -60,57 +66,70 @@ class BuiltIn(unittest.TestCase):
         with FakeServer("plain", words=3) as server:
             outcome = measure(server, None, "--warmup", "0")
             asked = [chat["body"]["messages"][0]["content"] for chat in server.chats]
-        self.assertEqual(0, outcome.code, outcome.err)
+        self.assertEqual(outcome.code, 0, outcome.err)
         self.assertEqual([text_of(prompt) for prompt in ms.built_in_prompts()], asked)
 
 
-class PlainText(Folder):
+class PlainTextPrompts(PromptFolder):
     def test_one_prompt_for_each_line_that_is_not_blank(self):
         self.assertEqual(
-            ["one", "two  words"], self.texts("p.txt", "\n  one\t\n \t \ntwo  words\n\n")
+            self.texts("p.txt", "\n  one\t\n \t \ntwo  words\n\n"), ["one", "two  words"]
         )
 
     def test_any_line_ending_separates_and_none_stays_in_the_prompt(self):
         for end in ("\n", "\r\n", "\r"):
             with self.subTest(repr(end)):
                 self.assertEqual(
-                    ["one", "two", "three"], self.texts("p.txt", end.join(["one", "two", "three"]))
+                    self.texts("p.txt", end.join(["one", "two", "three"])), ["one", "two", "three"]
                 )
 
     def test_other_separators_that_some_languages_split_at_stay_inside_a_prompt(self):
         text = "a\u2028b\u2029c\x0bd\x0ce\x85f\x1cg"
-        self.assertEqual([text], self.texts("p.txt", text + "\n"))
+        self.assertEqual(self.texts("p.txt", text + "\n"), [text])
         line = json.dumps({"prompt": text}, ensure_ascii=False)
         self.assertEqual(
-            [text],
             self.texts("p.jsonl", re.sub("[\x00-\x1f]", lambda m: "\\u%04x" % ord(m[0]), line)),
+            [text],
         )
 
     def test_every_other_ending_is_plain_text(self):
         for name in ("p", "p.md", "p.text", "p.JSONX"):
             with self.subTest(name):
-                self.assertEqual(['{"prompt": "x"}'], self.texts(name, '{"prompt": "x"}\n'))
+                self.assertEqual(self.texts(name, '{"prompt": "x"}\n'), ['{"prompt": "x"}'])
 
     def test_a_prompt_is_named_after_its_file_and_place_and_its_kind_after_the_file(self):
         prompts = self.load("my-prompts.txt", "one\n\ntwo\n")
-        self.assertEqual(["my-prompts", "my-prompts"], [prompt.workload for prompt in prompts])
-        self.assertEqual(["my-prompts-1", "my-prompts-2"], [prompt.id for prompt in prompts])
+        self.assertEqual([prompt.workload for prompt in prompts], ["my-prompts", "my-prompts"])
+        self.assertEqual([prompt.id for prompt in prompts], ["my-prompts-1", "my-prompts-2"])
 
     def test_byte_order_mark_is_no_part_of_the_prompt_in_any_format(self):
         mark = "\ufeff"
-        self.assertEqual(["one"], self.texts("p.txt", mark + "one\n"))
-        self.assertEqual(["one"], self.texts("p.jsonl", mark + '{"prompt": "one"}\n'))
-        self.assertEqual(["one"], self.texts("p.json", mark + '[{"prompt": "one"}]'))
+        self.assertEqual(self.texts("p.txt", mark + "one\n"), ["one"])
+        self.assertEqual(self.texts("p.jsonl", mark + '{"prompt": "one"}\n'), ["one"])
+        self.assertEqual(self.texts("p.json", mark + '[{"prompt": "one"}]'), ["one"])
+
+    @no_windows
+    def test_a_pipe_serves_as_prompts(self):
+        with FakeServer("plain") as server, tempfile.TemporaryDirectory() as folder:
+            pipe = os.path.join(folder, "prompts")
+            os.mkfifo(pipe)
+            writer = threading.Thread(
+                target=lambda: pathlib.Path(pipe).write_text("one\ntwo\n", encoding="utf-8")
+            )
+            writer.start()
+            outcome = measure(server, None, "--prompts", pipe)
+            writer.join()
+        self.assertEqual((outcome.code, outcome.endpoint()["completed"]), (0, 2))
 
 
-class CaseE07(Folder):
+class EncodingsOfPromptFiles(PromptFolder):
     """Prompt files under an ASCII locale, with byte-order mark and CRLF."""
 
     def test_byte_order_mark_and_crlf_give_the_same_prompt(self):
         for name in ("prompts_utf8.txt", "prompts_bom_crlf.txt"):
             with self.subTest(name):
                 prompts, _ = ms.load_prompts([str(CASES / "E07" / name)])
-                self.assertEqual([GERMAN], [text_of(prompt) for prompt in prompts])
+                self.assertEqual([text_of(prompt) for prompt in prompts], [GERMAN])
 
     def test_the_locale_does_not_matter(self):
         code = "import sys, measure_speculative as m; print([ascii(p.messages) for p in m.load_prompts(sys.argv[1:])[0]])"
@@ -123,7 +142,7 @@ class CaseE07(Folder):
             text=True,
             timeout=30,
         )
-        self.assertEqual("", done.stderr)
+        self.assertEqual(done.stderr, "")
         self.assertIn("Wie gro\\\\xdf ist", done.stdout)
 
     def test_latin_1_is_refused_with_file_line_and_byte_offset(self):
@@ -131,28 +150,28 @@ class CaseE07(Folder):
             outcome = run_main(
                 "--baseline-url", server.url, "--prompts", CASES / "E07" / "prompts_latin1.txt"
             )
-            self.assertEqual([], server.requests)
-        self.assertEqual(2, outcome.code)
+            self.assertEqual(server.requests, [])
+        self.assertEqual(outcome.code, 2)
         self.assertIn("prompts_latin1.txt:1: ", outcome.err)
         self.assertRegex(outcome.err, r"offset 7\b")
-        self.assertEqual({}, outcome.files)
+        self.assertEqual(outcome.files, {})
 
     def test_an_empty_file_has_no_prompts_and_nothing_is_recorded(self):
         with FakeServer("plain") as server:
             outcome = run_main(
                 "--baseline-url", server.url, "--prompts", CASES / "E07" / "prompts_empty.txt"
             )
-            self.assertEqual([], server.requests)
-        self.assertEqual(2, outcome.code)
+            self.assertEqual(server.requests, [])
+        self.assertEqual(outcome.code, 2)
         self.assertIn("no prompts", outcome.err)
-        self.assertEqual({}, outcome.files)
+        self.assertEqual(outcome.files, {})
 
     def test_blank_lines_are_no_prompts(self):
         prompts, _ = ms.load_prompts([str(CASES / "E07" / "prompts_blank_lines.txt")])
-        self.assertEqual(["one", "two"], [text_of(prompt) for prompt in prompts])
+        self.assertEqual([text_of(prompt) for prompt in prompts], ["one", "two"])
 
 
-class JsonFormats(Folder):
+class JsonPrompts(PromptFolder):
     ENTRIES = [
         ({"prompt": "a"}, "a"),
         ({"prompt": " a\n b "}, " a\n b "),  # as it is
@@ -174,7 +193,7 @@ class JsonFormats(Folder):
             ("q.jsonl", "\n\n" + lines.replace("\r\n", "\n\n") + "\n"),
         ):
             with self.subTest(name):
-                self.assertEqual([text for _, text in self.ENTRIES], self.texts(name, data))
+                self.assertEqual(self.texts(name, data), [text for _, text in self.ENTRIES])
 
     def test_messages_are_sent_as_they_are(self):
         messages = [
@@ -185,7 +204,7 @@ class JsonFormats(Folder):
         self.write("p.jsonl", json.dumps({"messages": messages}))
         with FakeServer("plain") as server:
             measure(server, None, "--prompts", str(self.folder / "p.jsonl"), "--warmup", "0")
-            self.assertEqual([messages], [chat["body"]["messages"] for chat in server.chats])
+            self.assertEqual([chat["body"]["messages"] for chat in server.chats], [messages])
 
     def test_id_and_workload_may_be_given_under_either_name(self):
         rows = [
@@ -214,25 +233,25 @@ class JsonFormats(Folder):
                 files={"p.jsonl": "\n".join(map(json.dumps, lines))},
             )
             self.assertEqual(
-                ["a", "c", "d"], [chat["body"]["messages"][0]["content"] for chat in server.chats]
+                [chat["body"]["messages"][0]["content"] for chat in server.chats], ["a", "c", "d"]
             )
-        self.assertEqual(0, outcome.code)
+        self.assertEqual(outcome.code, 0)
         self.assertRegex(outcome.err, r"(?i)\b2 prompts .*turn")
 
     def test_nothing_is_said_of_turns_where_there_is_one(self):
         _, notes = ms.load_prompts([self.write("p.jsonl", '{"turns": ["a"]}\n{"prompt": "b"}\n')])
-        self.assertEqual([], notes)
+        self.assertEqual(notes, [])
 
     def test_equal_prompts_have_equal_digests_and_others_do_not(self):
         same = self.load(
             "a.jsonl",
             '{"prompt": "x", "id": 1}\n{"messages": [{"content": "x", "role": "user"}]}\n',
         )
-        self.assertEqual(1, len({prompt.digest() for prompt in same}))
-        self.assertNotEqual(same[0].digest(), self.load("b.txt", "y")[0].digest())
+        self.assertEqual(len({prompt.digest() for prompt in same}), 1)
+        self.assertNotEqual(self.load("b.txt", "y")[0].digest(), same[0].digest())
 
 
-class Folders(Folder):
+class FoldersOfPrompts(PromptFolder):
     def test_a_folder_gives_its_prompt_files_in_name_order_and_nothing_else(self):
         for name, data in (
             ("b.jsonl", '{"prompt": "b"}'),
@@ -245,16 +264,16 @@ class Folders(Folder):
         ):
             self.write(name, data)
         prompts, _ = ms.load_prompts([str(self.folder)])
-        self.assertEqual(["a1", "a2", "b", "c"], [text_of(prompt) for prompt in prompts])
-        self.assertEqual(["a", "a", "b", "c"], [prompt.workload for prompt in prompts])
+        self.assertEqual([text_of(prompt) for prompt in prompts], ["a1", "a2", "b", "c"])
+        self.assertEqual([prompt.workload for prompt in prompts], ["a", "a", "b", "c"])
 
     def test_several_paths_follow_each_other_as_given(self):
         paths = [self.write("z.txt", "z"), self.write("d/a.txt", "a"), self.write("b.txt", "b")]
         prompts, _ = ms.load_prompts([paths[0], str(self.folder / "d"), paths[2]])
-        self.assertEqual(["z", "a", "b"], [text_of(prompt) for prompt in prompts])
+        self.assertEqual([text_of(prompt) for prompt in prompts], ["z", "a", "b"])
 
 
-class Unreadable(Folder):
+class UnreadablePrompts(PromptFolder):
     """What cannot be read is named as file:line with the reason, exit 2, before any request."""
 
     GOOD = '{"prompt": "x"}\n'
@@ -299,13 +318,13 @@ class Unreadable(Folder):
                     outcome = run_main(
                         "--baseline-url", server.url, "--prompts", name, files={name: data}
                     )
-                    self.assertEqual(2, outcome.code)
+                    self.assertEqual(outcome.code, 2)
                     self.assertIn(place, outcome.err)
                     self.assertIn(reason, outcome.err)
-                    self.assertEqual(1, outcome.err.count("\n"), outcome.err)
+                    self.assertEqual(outcome.err.count("\n"), 1, outcome.err)
                     self.assertNotIn("labbook.md", outcome.files)
-                    self.assertEqual("", outcome.out)
-            self.assertEqual([], server.requests)
+                    self.assertEqual(outcome.out, "")
+            self.assertEqual(server.requests, [])
 
     def test_missing_files_and_folders_without_prompt_files_are_named(self):
         self.write("empty/notes.md", "x")
@@ -325,8 +344,21 @@ class Unreadable(Folder):
                 "b.jsonl",
                 files={"a.txt": "x", "b.jsonl": "?"},
             )
-            self.assertEqual((2, []), (outcome.code, server.requests))
+            self.assertEqual((outcome.code, server.requests), (2, []))
         self.assertIn("b.jsonl:1: ", outcome.err)
+
+    def test_prompts_nested_too_deep_are_named(self):
+        for levels in (60, 985, 5000):
+            deep = "[" * levels + "]" * levels
+            outcome = run_main(
+                "--baseline-url",
+                "http://127.0.0.1:9",
+                "--prompts",
+                "p.jsonl",
+                files={"p.jsonl": '{"messages": [{"role": "user", "content": %s}]}' % deep},
+            )
+            self.assertEqual((outcome.code, outcome.err.count("\n")), (2, 1), outcome.err)
+            self.assertRegex(outcome.err, "p.jsonl:1: .*too deep")
 
 
 class PromptSets(unittest.TestCase):
@@ -340,10 +372,10 @@ class PromptSets(unittest.TestCase):
         cls.by_kind = {kind: [p for p in cls.prompts if p.workload == kind] for kind in cls.KINDS}
 
     def test_there_is_one_file_for_each_kind_of_work_and_nothing_else(self):
-        self.assertEqual(self.KINDS, sorted(path.stem for path in PROMPTS.iterdir()))
+        self.assertEqual(sorted(path.stem for path in PROMPTS.iterdir()), self.KINDS)
         for path in PROMPTS.iterdir():
-            self.assertEqual({path.stem}, {p.workload for p in ms.load_prompts([str(path)])[0]})
-        self.assertEqual([], self.notes)
+            self.assertEqual({p.workload for p in ms.load_prompts([str(path)])[0]}, {path.stem})
+        self.assertEqual(self.notes, [])
 
     def test_each_kind_has_at_least_16_prompts_and_none_stands_twice(self):
         for kind, prompts in self.by_kind.items():
@@ -353,7 +385,7 @@ class PromptSets(unittest.TestCase):
             [p.id for p in self.prompts],
             [p.digest() for p in self.prompts],
         ):
-            self.assertEqual(len(self.prompts), len(set(values)))
+            self.assertEqual(len(set(values)), len(self.prompts))
         built_in = {text_of(prompt) for prompt in ms.built_in_prompts()}
         self.assertFalse(built_in & {text_of(p) for p in self.prompts})
 
@@ -361,7 +393,7 @@ class PromptSets(unittest.TestCase):
         for prompt in self.by_kind["code-edit"]:
             blocks = re.findall(r"```[^\n]*\n(.*?)```", text_of(prompt), re.S)
             with self.subTest(prompt.id):
-                self.assertEqual(1, len(blocks))
+                self.assertEqual(len(blocks), 1)
                 lines = [line for line in blocks[0].splitlines() if line.strip()]
                 self.assertTrue(
                     30 <= len(lines) and len(blocks[0].rstrip().splitlines()) <= 120, len(lines)

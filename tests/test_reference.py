@@ -19,6 +19,7 @@ import urllib.request
 from unittest import mock
 
 import measure_speculative
+import measure_speculative as ms
 from measure_speculative import (
     Reference,
     Served,
@@ -97,10 +98,10 @@ class ReferenceModel(unittest.TestCase):
                             (drafted, accepted, tokens)
                             for tokens, drafted, accepted in config.steps("p", length)
                         ]
-                        self.assertEqual(loop_by_hand(config, "p", length), steps)
+                        self.assertEqual(steps, loop_by_hand(config, "p", length))
                         text = [token for _, _, tokens in steps for token in tokens]
                         self.assertEqual(
-                            [config.target_token("p", n) for n in range(1, length)], text
+                            text, [config.target_token("p", n) for n in range(1, length)]
                         )
 
     def test_text_depends_on_prompt_and_seed_alone(self):
@@ -124,11 +125,11 @@ class ReferenceModel(unittest.TestCase):
                 with self.subTest(alpha=alpha, position=position):
                     error = math.sqrt(alpha * (1 - alpha) / tested[position])
                     self.assertAlmostEqual(
-                        alpha, passed[position] / tested[position], delta=4 * error
+                        passed[position] / tested[position], alpha, delta=4 * error
                     )
 
     def test_a_wrong_draft_has_the_same_length_and_another_last_byte(self):
-        self.assertEqual(64, len(set(measure_speculative._WORDS)))
+        self.assertEqual(len(set(measure_speculative._WORDS)), 64)
         for word in (*measure_speculative._WORDS, "x", " lax", "y"):
             other = other_spelling(word)
             self.assertEqual((word[:-1], len(word)), (other[:-1], len(other)))
@@ -148,21 +149,21 @@ class ReferenceServers(unittest.TestCase):
             log, page = json.loads(get(api, "/truth")), get(api, "/metrics")
         for entry, (prompt, length) in zip(log, lengths.items()):
             steps = loop_by_hand(config, prompt, length)
-            self.assertEqual((prompt, length), (entry["prompt"], entry["tokens"]))
-            self.assertEqual(sum(d > 0 for d, _, _ in steps), entry["steps"])
-            self.assertEqual(sum(d == 0 for d, _, _ in steps), entry["plain_steps"])
+            self.assertEqual((entry["prompt"], entry["tokens"]), (prompt, length))
+            self.assertEqual(entry["steps"], sum(d > 0 for d, _, _ in steps))
+            self.assertEqual(entry["plain_steps"], sum(d == 0 for d, _, _ in steps))
             self.assertEqual(
-                (sum(d for d, _, _ in steps), sum(a for _, a, _ in steps)),
                 (entry["drafted"], entry["accepted"]),
+                (sum(d for d, _, _ in steps), sum(a for _, a, _ in steps)),
             )
             self.assertEqual(
-                [sum(a > i for _, a, _ in steps) for i in range(3)], entry["positions"]
+                entry["positions"], [sum(a > i for _, a, _ in steps) for i in range(3)]
             )
-            self.assertEqual(sum(a < d for d, a, _ in steps), entry["rejected"])
+            self.assertEqual(entry["rejected"], sum(a < d for d, a, _ in steps))
             self.assertAlmostEqual(
-                sum(0.0005 * (1 + 0.25 * d) for d, _, _ in steps), entry["decode_s"], 9
+                entry["decode_s"], sum(0.0005 * (1 + 0.25 * d) for d, _, _ in steps), 9
             )
-            self.assertEqual(0.001, entry["prefill_s"])
+            self.assertEqual(entry["prefill_s"], 0.001)
         shown = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         every = [
             step
@@ -170,13 +171,13 @@ class ReferenceServers(unittest.TestCase):
             for step in loop_by_hand(config, prompt, length)
         ]
         name = "vllm:spec_decode_num_"
-        self.assertEqual(34, int(shown["vllm:generation_tokens_total"]))
-        self.assertEqual(sum(d > 0 for d, _, _ in every), int(shown[name + "drafts_total"]))
-        self.assertEqual(sum(d for d, _, _ in every), int(shown[name + "draft_tokens_total"]))
-        self.assertEqual(sum(a for _, a, _ in every), int(shown[name + "accepted_tokens_total"]))
+        self.assertEqual(int(shown["vllm:generation_tokens_total"]), 34)
+        self.assertEqual(int(shown[name + "drafts_total"]), sum(d > 0 for d, _, _ in every))
+        self.assertEqual(int(shown[name + "draft_tokens_total"]), sum(d for d, _, _ in every))
+        self.assertEqual(int(shown[name + "accepted_tokens_total"]), sum(a for _, a, _ in every))
         for i in range(3):
             series = name + 'accepted_tokens_per_pos_total{position="%d"}' % i
-            self.assertEqual(sum(a > i for _, a, _ in every), int(shown[series]))
+            self.assertEqual(int(shown[series]), sum(a > i for _, a, _ in every))
 
     def test_truth_adds_up_by_definition(self):
         entry = {
@@ -205,7 +206,7 @@ class ReferenceServers(unittest.TestCase):
             ("positions", (6, 4, 2)),
             ("request_s", {"p": 2.5, "q": 4.5}),
         ):
-            self.assertEqual(value, getattr(truth, name), name)
+            self.assertEqual(getattr(truth, name), value, name)
 
     def test_streamed_and_plain_answers_carry_the_same_text_and_counts(self):
         for config in (PLAIN, DRAFTING):
@@ -213,15 +214,15 @@ class ReferenceServers(unittest.TestCase):
                 plain, events = ask(api, "p"), ask(api, "p", stream=True)
             text = "".join(config.target_token("p", n) for n in range(12))
             choices = [choice for event in events for choice in event["choices"]]
-            self.assertEqual(text, plain["choices"][0]["message"]["content"])
-            self.assertEqual(text, "".join(choice["delta"]["content"] for choice in choices))
+            self.assertEqual(plain["choices"][0]["message"]["content"], text)
+            self.assertEqual("".join(choice["delta"]["content"] for choice in choices), text)
             sizes = [1] + [len(tokens) for _, _, tokens in loop_by_hand(config, "p", 12)]
-            self.assertEqual(sizes, [len(choice["token_ids"]) for choice in choices])
+            self.assertEqual([len(choice["token_ids"]) for choice in choices], sizes)
             self.assertEqual(
-                [12, 12], [part["usage"]["completion_tokens"] for part in (plain, events[-1])]
+                [part["usage"]["completion_tokens"] for part in (plain, events[-1])], [12, 12]
             )
             ends = [choice["finish_reason"] for choice in choices]
-            self.assertEqual([None] * (len(ends) - 1) + ["length"], ends)
+            self.assertEqual(ends, [None] * (len(ends) - 1) + ["length"])
 
     def test_tokens_never_come_before_their_modelled_time(self):
         with reference_server(
@@ -252,28 +253,33 @@ class ReferenceServers(unittest.TestCase):
         full = Reference(
             alpha=1.0, chain=1, draft_cost=0.0, capacity=4.0, step_s=0.004, prefill_s=0.1
         )
-        self.assertAlmostEqual(0.004, step_s(full, 2), 9)  # 2 x 2 tokens fill it
+        self.assertAlmostEqual(step_s(full, 2), 0.004, 9)  # 2 x 2 tokens fill it
         self.assertAlmostEqual(
-            0.004 * 6 * 2 / 4, step_s(full, 6), delta=0.002
+            step_s(full, 6), 0.004 * 6 * 2 / 4, delta=0.002
         )  # 12 tokens, and one of 1 at the end
 
     def test_the_model_is_listed_and_anything_else_is_not_found(self):
         with reference_server(PLAIN) as api:
             self.assertEqual(
-                ["reference"], [model["id"] for model in json.loads(get(api, "/v1/models"))["data"]]
+                [model["id"] for model in json.loads(get(api, "/v1/models"))["data"]], ["reference"]
             )
             with self.assertRaises(urllib.error.HTTPError) as caught:
                 get(api, "/elsewhere")
             caught.exception.close()
-            self.assertEqual(404, caught.exception.code)
+            self.assertEqual(caught.exception.code, 404)
+
+    def test_the_command_that_is_not_for_users_says_so(self):
+        for words in ((), ("x",), ("{}",), ("[]",)):
+            outcome = run_main("reference-server", *words)
+            self.assertEqual((outcome.code, outcome.err.count("\n")), (2, 1), outcome.err)
 
 
 class ReferenceTexts(unittest.TestCase):
     def test_an_honest_pair_is_identical(self):
         texts = measure_pair(PLAIN, DRAFTING, "--repeats", 2).comparison()["text_comparison"]
         self.assertEqual(
-            (6, 6, 0, 0),
             tuple(texts[key] for key in ("compared", "identical", "divergent", "unstable")),
+            (6, 6, 0, 0),
         )
 
     def test_planted_byte_is_found_at_its_offset_and_its_gap_decides_what_it_is(self):
@@ -284,26 +290,26 @@ class ReferenceTexts(unittest.TestCase):
                 texts = measure_pair(plain, drafting).comparison()["text_comparison"]
                 before = "".join(PLAIN.target_token(PROMPTS[1], n) for n in range(6))
                 self.assertEqual(
-                    (3, 2, 1), (texts["compared"], texts["identical"], texts["divergent"])
+                    (texts["compared"], texts["identical"], texts["divergent"]), (3, 2, 1)
                 )
                 (found,) = texts["divergences"]
                 self.assertEqual(
-                    (1, "different", "content"),
                     (found["prompt_index"], found["class"], found["where"]),
+                    (1, "different", "content"),
                 )
-                self.assertEqual(len(before.encode()) - 1, found["first_difference_at_byte"])
+                self.assertEqual(found["first_difference_at_byte"], len(before.encode()) - 1)
                 self.assertTrue(
                     found["baseline_tail"].startswith(before[-1]), found["baseline_tail"]
                 )
                 self.assertTrue(
                     found["speculative_tail"].startswith("x"), found["speculative_tail"]
                 )
-                self.assertEqual(finding, found["triage"]["finding"])
-                self.assertAlmostEqual(gap, found["triage"]["gap_nats"], 6)
+                self.assertEqual(found["triage"]["finding"], finding)
+                self.assertAlmostEqual(found["triage"]["gap_nats"], gap, 6)
                 spelled = PLAIN.target_token(PROMPTS[1], 5)
                 self.assertEqual(
-                    [spelled, other_spelling(spelled)],
                     [found["triage"][key] for key in ("baseline_token", "speculative_token")],
+                    [spelled, other_spelling(spelled)],
                 )
 
     def test_servers_that_flip_at_random_are_unstable_and_speculation_is_not_blamed(self):
@@ -318,12 +324,12 @@ class ReferenceTexts(unittest.TestCase):
             tokens=40,
         )
         texts = outcome.comparison()["text_comparison"]
-        self.assertEqual(0, outcome.code, outcome.err)
-        self.assertEqual((6, 6, 6), (texts["compared"], texts["divergent"], texts["unstable"]))
-        self.assertEqual({"unstable-baseline"}, {found["class"] for found in texts["divergences"]})
-        self.assertEqual([None] * 6, [found["triage"] for found in texts["divergences"]])
+        self.assertEqual(outcome.code, 0, outcome.err)
+        self.assertEqual((texts["compared"], texts["divergent"], texts["unstable"]), (6, 6, 6))
+        self.assertEqual({found["class"] for found in texts["divergences"]}, {"unstable-baseline"})
+        self.assertEqual([found["triage"] for found in texts["divergences"]], [None] * 6)
         for who in ("baseline_self", "speculative_self"):
-            self.assertEqual((3, 0), (texts[who]["compared"], texts[who]["identical"]))
+            self.assertEqual((texts[who]["compared"], texts[who]["identical"]), (3, 0))
 
     def test_a_stable_baseline_lays_the_difference_at_the_door_of_the_server_that_flips(self):
         outcome = measure_pair(
@@ -336,17 +342,17 @@ class ReferenceTexts(unittest.TestCase):
             tokens=40,
         )
         texts = outcome.comparison()["text_comparison"]
-        self.assertEqual(3, outcome.code)
-        self.assertEqual((6, 0), (texts["divergent"], texts["unstable"]))
+        self.assertEqual(outcome.code, 3)
+        self.assertEqual((texts["divergent"], texts["unstable"]), (6, 0))
         self.assertEqual(
-            (3, 3), (texts["baseline_self"]["compared"], texts["baseline_self"]["identical"])
+            (texts["baseline_self"]["compared"], texts["baseline_self"]["identical"]), (3, 3)
         )
         self.assertEqual(
-            (3, 0), (texts["speculative_self"]["compared"], texts["speculative_self"]["identical"])
+            (texts["speculative_self"]["compared"], texts["speculative_self"]["identical"]), (3, 0)
         )
 
 
-class Calibrate(unittest.TestCase):
+class CalibrationInProcess(unittest.TestCase):
     """In process, with answers of 16 tokens and fast servers: only what is said of the numbers counts here, not how good they are."""
 
     def calibrate(self, *flags, share=1.0, rows=list):
@@ -354,7 +360,7 @@ class Calibrate(unittest.TestCase):
         judge = measure_speculative.calibration_rows
 
         def fast(alpha, chain, draft_cost, step_s):
-            self.assertEqual(0.1, step_s)
+            self.assertEqual(step_s, 0.1)
             return Reference(alpha, chain, draft_cost, **FAST)
 
         with mock.patch.multiple(
@@ -374,9 +380,9 @@ class Calibrate(unittest.TestCase):
 
     def test_in_tolerance_it_says_how_good_ratios_are_and_writes_nothing(self):
         outcome = self.calibrate(rows=self.all_well)
-        self.assertEqual((0, "", {}), (outcome.code, outcome.err, outcome.files))
+        self.assertEqual((outcome.code, outcome.err, outcome.files), (0, "", {}))
         lines = outcome.out.splitlines()
-        self.assertEqual(["Quantity", "True", "Measured", "Error"], lines[0].split())
+        self.assertEqual(lines[0].split(), ["Quantity", "True", "Measured", "Error"])
         self.assertRegex(lines[-1], r"^On this machine, now, ratios are good to 0\.[23]%\.$")
         for quantity in (
             "baseline tokens/s",
@@ -402,7 +408,7 @@ class Calibrate(unittest.TestCase):
                 dataclasses.replace(row, within=row.quantity != "ratio") for row in rows
             ]
         )
-        self.assertEqual(1, outcome.code)
+        self.assertEqual(outcome.code, 1)
         self.assertRegex(outcome.err, r"^OUT OF TOLERANCE: ratio; .*busy")
         self.assertNotIn("good to", outcome.out)
         (line,) = [line for line in outcome.out.splitlines() if line.startswith("ratio ")]
@@ -410,10 +416,10 @@ class Calibrate(unittest.TestCase):
 
     def test_a_busy_machine_is_not_fit_however_good_the_numbers_look(self):
         outcome = self.calibrate("--json", rows=self.all_well, share=0.6)
-        self.assertEqual(1, outcome.code)
+        self.assertEqual(outcome.code, 1)
         self.assertRegex(outcome.err, r"^NOT FIT: .*60%.*idle")
-        self.assertEqual(False, json.loads(outcome.out)["fit"])
-        self.assertEqual(0.6, json.loads(outcome.out)["cpu_share"])
+        self.assertEqual(json.loads(outcome.out)["fit"], False)
+        self.assertEqual(json.loads(outcome.out)["cpu_share"], 0.6)
 
     def test_json_holds_every_quantity_with_its_true_value_and_error(self):
         outcome = self.calibrate("--json", "--chain", "2", "--draft-cost", "0.3", "--alpha", "0.6")
@@ -426,7 +432,7 @@ class Calibrate(unittest.TestCase):
             for step in loop_by_hand(config, prompt.messages[-1]["content"], 16)
         ]
         self.assertEqual(
-            {"quantity", "true", "measured", "error", "unit", "within"}, set(rows["ratio"])
+            set(rows["ratio"]), {"quantity", "true", "measured", "error", "unit", "within"}
         )
         for quantity, true in (
             ("verification steps", sum(d > 0 for d, _, _ in steps)),
@@ -434,23 +440,23 @@ class Calibrate(unittest.TestCase):
             ("tokens accepted", sum(a for _, a, _ in steps)),
         ):
             self.assertEqual(
-                (true, true, True),
                 tuple(rows[quantity][key] for key in ("true", "measured", "within")),
+                (true, true, True),
                 quantity,
             )
-        self.assertEqual(0.3, rows["draft cost, target steps"]["true"])
+        self.assertEqual(rows["draft cost, target steps"]["true"], 0.3)
         self.assertEqual(told["fit"], all(row["within"] for row in rows.values()))
-        self.assertEqual(0 if told["fit"] else 1, outcome.code)
+        self.assertEqual(outcome.code, 0 if told["fit"] else 1)
 
     def test_notebook_is_written_only_where_asked_and_the_records_say_simulated(self):
         outcome = self.calibrate("--labbook", "labbook.md", rows=self.all_well)
-        self.assertEqual(0, outcome.code, outcome.err)
+        self.assertEqual(outcome.code, 0, outcome.err)
         self.assertEqual(
-            ["endpoint", "endpoint", "comparison"], [record["kind"] for record in outcome.records]
+            [record["kind"] for record in outcome.records], ["endpoint", "endpoint", "comparison"]
         )
-        self.assertEqual([True] * 3, [record["simulated"] for record in outcome.records])
+        self.assertEqual([record["simulated"] for record in outcome.records], [True] * 3)
         self.assertEqual(
-            [False] * 3, [r["simulated"] for r in measure_pair(PLAIN, DRAFTING).records]
+            [r["simulated"] for r in measure_pair(PLAIN, DRAFTING).records], [False] * 3
         )
 
     def test_notebook_that_cannot_be_written_is_refused_before_measuring(self):
@@ -458,10 +464,10 @@ class Calibrate(unittest.TestCase):
             measure_speculative, "reference_server", side_effect=AssertionError("measured")
         ):
             self.assertEqual(
-                2,
                 run_main(
                     "calibrate", "--labbook", os.path.join("no-such-folder", "labbook.md")
                 ).code,
+                2,
             )
 
     def test_impossible_truths_are_usage_errors(self):
@@ -473,7 +479,7 @@ class Calibrate(unittest.TestCase):
             ("--step-ms", "nan"),
         ):
             with self.subTest(flags):
-                self.assertEqual(2, run_main("calibrate", *flags).code)
+                self.assertEqual(run_main("calibrate", *flags).code, 2)
 
     def test_every_kind_of_truth_can_be_calibrated(self):
         for alpha, chain, cost in (("1", "14", "0"), ("0", "4", "1.5")):
@@ -484,14 +490,30 @@ class Calibrate(unittest.TestCase):
                 rows = {row["quantity"]: row for row in json.loads(outcome.out)["quantities"]}
                 timed = ("/s", "ms", "ratio", "cost")
                 self.assertEqual(
-                    [],
                     [
                         row
                         for name, row in rows.items()
                         if not row["within"] and not any(map(name.count, timed))
                     ],
+                    [],
                 )
-                self.assertAlmostEqual(float(alpha), rows["alpha"]["measured"], delta=0.02)
+                self.assertAlmostEqual(rows["alpha"]["measured"], float(alpha), delta=0.02)
+
+    def test_long_chains_leave_the_names_of_the_rows(self):
+        rows = [
+            ms.Calibrated(
+                quantity=name,
+                true=[0.5] * 64,
+                measured=[0.5] * 64,
+                error=None,
+                unit="exact",
+                within=True,
+            )
+            for name in ("baseline tokens/s", "accepted per position")
+        ]
+        (table,) = ms.calibration_lines(rows)
+        self.assertIn("accepted per position", table)
+        self.assertLessEqual(max(map(len, table.splitlines())), 100 + 60)
 
 
 class CalibrationRows(unittest.TestCase):
@@ -566,27 +588,27 @@ class CalibrationRows(unittest.TestCase):
 
     def test_true_times_give_no_error_at_all(self):
         rows = self.rows()
-        self.assertEqual(set(), self.wrong(rows))
+        self.assertEqual(self.wrong(rows), set())
         for quantity, row in rows.items():
             if (
                 row["error"] is not None and quantity != "alpha"
             ):  # counters book a draft cut at an answer's end as rejected
-                self.assertAlmostEqual(0.0, row["error"], 6, quantity)
+                self.assertAlmostEqual(row["error"], 0.0, 6, quantity)
 
     def test_a_speculative_arm_that_is_two_percent_slow_shows_in_every_figure_it_touches(self):
         rows = self.rows(slower=1.02)
         error = 100 * (1 / 1.02 - 1)
         for quantity in ("speculative tokens/s", "ratio", "speculative decode tokens/s"):
-            self.assertAlmostEqual(error, rows[quantity]["error"], 6, quantity)
+            self.assertAlmostEqual(rows[quantity]["error"], error, 6, quantity)
             self.assertFalse(rows[quantity]["within"], quantity)
-        self.assertAlmostEqual(2.0, rows["step cost, target steps"]["error"], 6)
-        self.assertEqual(0.0, round(rows["baseline tokens/s"]["error"], 6))
+        self.assertAlmostEqual(rows["step cost, target steps"]["error"], 2.0, 6)
+        self.assertEqual(round(rows["baseline tokens/s"]["error"], 6), 0.0)
 
     def test_a_late_first_token_and_a_slow_client_are_seen(self):
         rows = self.rows(late_s=0.008)
-        self.assertAlmostEqual(8.0, rows["speculative time to first token, ms"]["error"], 6)
+        self.assertAlmostEqual(rows["speculative time to first token, ms"]["error"], 8.0, 6)
         self.assertAlmostEqual(
-            4.0, rows["client time per request, ms"]["measured"], 6
+            rows["client time per request, ms"]["measured"], 4.0, 6
         )  # the mean of both arms
         self.assertLessEqual(
             {"speculative time to first token, ms", "client time per request, ms"}, self.wrong(rows)
@@ -608,12 +630,12 @@ class CalibrationRows(unittest.TestCase):
                 wrong = self.wrong(self.rows(self.changed(1, **change)))
                 self.assertIn(quantity, wrong)
                 self.assertEqual(
-                    set(),
                     {
                         name
                         for name in wrong
                         if "tokens/s" in name or "ms" in name or name == "ratio"
                     },
+                    set(),
                 )
 
     def test_tolerance_of_a_rate_is_half_a_percent_on_either_side(self):
@@ -623,15 +645,15 @@ class CalibrationRows(unittest.TestCase):
                     0, decode_tokens_per_s=self.truth[0].decode_tokens_per_s / factor
                 )
                 row = self.rows(truth)["baseline decode tokens/s"]
-                self.assertEqual(within, row["within"])
-                self.assertAlmostEqual(100 * (factor - 1), row["error"], 6)
+                self.assertEqual(row["within"], within)
+                self.assertAlmostEqual(row["error"], 100 * (factor - 1), 6)
 
     def test_a_difference_at_another_place_or_none_at_all_is_out_of_tolerance(self):
         place = self.rows()["planted difference, byte"]
         text = "".join(
             self.drafting.target_token(self.prompts[8].messages[0]["content"], n) for n in range(13)
         )
-        self.assertEqual((len(text) - 1,) * 2, (place["true"], place["measured"]))
+        self.assertEqual((place["true"], place["measured"]), (len(text) - 1,) * 2)
         planted = self.drafting
         try:
             type(self).drafting = dataclasses.replace(planted, planted=("lighthouse", 11))
@@ -650,7 +672,7 @@ class CalibrationRows(unittest.TestCase):
                 self.drafting, prompt.messages[0]["content"], self.length
             ):
                 accepted, rejected = accepted + kept, rejected + (kept < drafted)
-        self.assertAlmostEqual(accepted / (accepted + rejected), self.rows()["alpha"]["true"], 9)
+        self.assertAlmostEqual(self.rows()["alpha"]["true"], accepted / (accepted + rejected), 9)
 
 
 # Runs the program without its pauses and with short answers (a second in all), and says which processes it starts.
@@ -715,7 +737,7 @@ class ProcessesEnd(unittest.TestCase):
         deadline = time.monotonic() + 5
         while any(map(alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.assertEqual([], [pid for pid in pids if alive(pid)])
+        self.assertEqual([pid for pid in pids if alive(pid)], [])
 
     def test_ctrl_c_at_any_moment_leaves_no_server_behind(self):
         for moment, children, pause_s in (
@@ -732,7 +754,7 @@ class ProcessesEnd(unittest.TestCase):
                     program.pid, signal.SIGINT
                 )  # as a terminal does: to the program and its servers
                 more, err = program.communicate(timeout=10)
-                self.assertEqual(130, program.returncode, err)
+                self.assertEqual(program.returncode, 130, err)
                 self.assert_gone(pids + [int(word) for word in more.split()])
                 self.assertNotIn("Traceback", err)
                 self.assertIn("interrupted", err)
@@ -749,7 +771,7 @@ class ProcessesEnd(unittest.TestCase):
                 time.sleep(0.4)  # in the middle of the measurement
                 os.kill(pids[which], signal.SIGKILL)
                 _, err = program.communicate(timeout=20)
-                self.assertEqual(1, program.returncode, err)
+                self.assertEqual(program.returncode, 1, err)
                 self.assert_gone(pids)
                 self.assertNotIn("Traceback", err)
                 self.assertIn("reference server", err)
@@ -765,9 +787,9 @@ class ProcessesEnd(unittest.TestCase):
 
         with mock.patch.object(subprocess, "Popen", second_fails):
             outcome = run_main("calibrate")
-        self.assertEqual(1, outcome.code)
+        self.assertEqual(outcome.code, 1)
         self.assertIn("reference server did not start", outcome.err)
-        self.assertEqual([0, 0], [process.poll() for process in broken])
+        self.assertEqual([process.poll() for process in broken], [0, 0])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What people read: the terminal report, `report` from a notebook, and the records that both are made of."""
+"""The report: the terminal, `report` from a notebook, and the records that both are made of."""
 
 import copy
 import csv
@@ -8,7 +8,18 @@ import re
 import unittest
 
 from tests.fakes import FakeServer, Speculation
-from tests.support import answer, compare, measure, run_main, saved_run
+from tests.support import (
+    CHANGED,
+    DRAFTS,
+    TEXT,
+    answer,
+    compare,
+    measure,
+    run_main,
+    saved_run,
+    slow_pair,
+    strict,
+)
 
 ENDPOINT_KEYS = set(
     """lab label base_url model engine engine_version max_tokens repeats prompt_count requests completed failed
@@ -39,7 +50,6 @@ FINDINGS = set(
     cache-differs model-differs context-differs quantization-differs build-differs busy queueing undecodable-text usage-missing
     few-prompts stalls interrupted conditions-differ waited lifetime-only same-server""".split()
 )
-DRAFTS = {"drafted": 400, "accepted": 99}
 
 
 def speeds(ratio, prompts=12, scatter=0.01, **drafts):
@@ -85,7 +95,7 @@ def tables(out):
     return found
 
 
-class Terminal(unittest.TestCase):
+class TerminalReport(unittest.TestCase):
     def check_tables(self, out, least):
         self.assertTrue(out.isascii())
         found = tables(out)
@@ -199,7 +209,7 @@ class Terminal(unittest.TestCase):
         self.assertRegex(out, r"alpha 0\.\d\d; 0\.\d\d is needed at chain length 4")
 
 
-class ChangedText(unittest.TestCase):
+class WarningsOfChangedText(unittest.TestCase):
     def test_warning_stands_in_the_line_with_the_speedup(self):
         lines = [
             line for line in compared(change=[3, 7]).out.splitlines() if line.startswith("PAYS")
@@ -246,7 +256,7 @@ class ChangedText(unittest.TestCase):
         report = outcome.files["d.md"].decode()
         self.assertIn("30 of 30 pairs differ", report)
         self.assertIn("Listed are 20 of these pairs", report)
-        self.assertEqual(20, report.count("Prompt index"))
+        self.assertEqual(report.count("Prompt index"), 20)
 
     def test_the_alarm_counts_the_pairs_it_does_not_blame(self):
         base, other = (
@@ -270,7 +280,7 @@ class ChangedText(unittest.TestCase):
         self.assertNotIn("text changed", compared().out)
 
 
-class DidNotRun(unittest.TestCase):
+class SpeculationThatDidNotRun(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         with FakeServer("llama.cpp") as plain, FakeServer("llama.cpp") as idle:
@@ -305,7 +315,7 @@ class DidNotRun(unittest.TestCase):
         self.assertRegex(outcome.out.splitlines()[-1], "PAYS on copy: .*DID NOT RUN on open")
 
 
-class Records(unittest.TestCase):
+class RecordsAsDocumented(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         with (
@@ -328,7 +338,7 @@ class Records(unittest.TestCase):
             record = outcome.comparison()
             self.assertEqual(COMPARISON_KEYS - set(record), set())
             self.assertEqual(BREAK_EVEN_KEYS - set(record["break_even"]), set())
-            self.assertEqual(TEXT_KEYS | {"divergences"}, set(record["text_comparison"]))
+            self.assertEqual(set(record["text_comparison"]), TEXT_KEYS | {"divergences"})
 
     def test_what_is_unknown_is_null_and_never_zero(self):
         record = self.bare.endpoint("speculative")
@@ -422,7 +432,7 @@ class Records(unittest.TestCase):
             json.loads(line.decode("ascii"), parse_constant=self.fail)
 
 
-class Notebook(unittest.TestCase):
+class MarkdownReport(unittest.TestCase):
     """`report` on a notebook that people write in as well."""
 
     @classmethod
@@ -579,6 +589,133 @@ class Notebook(unittest.TestCase):
 
     def test_reading_a_notebook_never_writes_to_it(self):
         self.assertEqual(self.all.files, {"book.md": self.book})
+
+
+class DamagedRecords(unittest.TestCase):
+    def test_a_ratio_beyond_all_measure_in_a_notebook_leaves_the_report_whole(self):
+        with FakeServer("plain") as a, FakeServer("plain") as b:
+            book = measure(a, b, prompts=["one", "two"]).files["labbook.md"]
+        wild = json.loads(book.splitlines()[-1])
+        wild["speedup"]["ratio"] = -1e308
+        lines = book + json.dumps(wild).encode() + b"\n" + book
+        outcome = run_main("report", "book.md", files={"book.md": lines})
+        self.assertEqual(outcome.code, 0)
+        self.assertIn("History, `", outcome.out)
+
+
+class NamesInReports(unittest.TestCase):
+    """Prompt ids and kinds of work come from files: they may hold line ends and the marks of Markdown."""
+
+    def outcome(self):
+        entry = {"prompt": "one", "id": "```\n# x", "workload": "kind\n```\n# y"}
+        with (
+            FakeServer("plain", answers={"one": TEXT}) as a,
+            FakeServer("plain", answers={"one": "```\n# z " + CHANGED}) as b,
+        ):
+            return measure(
+                a,
+                b,
+                "--divergence-report",
+                "d.md",
+                "--include-prompts",
+                "--prompts",
+                "p.jsonl",
+                files={"p.jsonl": json.dumps(entry)},
+            )
+
+    def test_names_begin_no_line_of_the_terminal(self):
+        for line in self.outcome().out.splitlines():
+            self.assertNotRegex(line, "^ *# [xyz]")
+
+    def test_names_break_out_of_no_fence_of_the_divergence_report(self):
+        inside, seen = None, 0
+        for line in self.outcome().files["d.md"].decode("utf-8").splitlines():
+            line = line[3:].lstrip(" ") if line.startswith("   ") else line.lstrip(" ")
+            mark = line[: len(line) - len(line.lstrip("`"))]
+            if inside is None and len(mark) >= 3:
+                inside = mark
+            elif inside is not None and len(mark) >= len(inside) and not line.strip("`"):
+                inside, seen = None, seen + 1
+            else:
+                self.assertNotRegex(line, "^# [xyz]")
+        self.assertIsNone(inside, "a fence is left open")
+        self.assertEqual(seen, 2)
+
+    def test_a_label_in_a_notebook_begins_no_line_of_the_report(self):
+        records = [
+            dict(record, label="L\n# x" + record["label"])
+            for record in strict(compare(*slow_pair().items()).files["labbook.md"])
+        ]
+        report = run_main(
+            "report",
+            "b.md",
+            files={"b.md": "".join(json.dumps(record) + "\n" for record in records)},
+        )
+        self.assertEqual(report.code, 0, report.err)
+        self.assertNotRegex(report.out, "(?m)^# x")
+
+
+class WordsThatFit(unittest.TestCase):
+    """No sentence of the report contradicts another one, or the figures beside it."""
+
+    def compared(self, step_ms, accepted, drafted=100):
+        """A baseline of 101 tokens at 24.69 ms each, and 100 steps that accept so many in all (case A14)."""
+        return compare(
+            ("b.jsonl", saved_run("baseline", [[answer(101, 2.469)]])),
+            (
+                "s.jsonl",
+                saved_run(
+                    "s",
+                    [[answer(101 + accepted, step_ms / 10, drafted=drafted, accepted=accepted)]],
+                ),
+            ),
+        )
+
+    def test_a_step_that_costs_nothing_more_is_not_said_to_cost_time(self):
+        out = self.compared(22.90, 0).out
+        self.assertNotIn("only costs time", out)
+        self.assertIn("any acceptance pays", out)
+
+    def test_drafting_in_vain_is_said_where_a_step_costs_more(self):
+        self.assertIn("only costs time", self.compared(30.0, 0).out)
+
+    def test_no_advice_is_announced_that_does_not_come(self):
+        """Case A06: two chain lengths give a fit; a gated candidate, whose drafts vary, gets no advice from it."""
+        files = [
+            ("b.jsonl", saved_run("baseline", [[answer(301, 300 / 26.4)]])),
+            (
+                "k1.jsonl",
+                saved_run("k1", [[answer(301, 170 * 1.3 / 26.4, drafted=170, accepted=130)]]),
+            ),
+            (
+                "k4.jsonl",
+                saved_run("k4", [[answer(301, 100 * 1.9 / 26.4, drafted=400, accepted=200)]]),
+            ),
+            (
+                "gated.jsonl",
+                saved_run("gated", [[answer(301, 178 * 1.5 / 26.4, drafted=130, accepted=122)]]),
+            ),
+        ]
+        outcome = compare(*files)
+        records = {
+            r["candidate"]: r["break_even"] for r in outcome.records if r["kind"] == "comparison"
+        }
+        self.assertIsNotNone(records["k4"]["fit"])
+        self.assertIsNone(records["gated"]["predicted"])
+        parts = {part.split(" ")[0]: part for part in outcome.out.split("\n== ")}
+        self.assertIn("advice below rests on this fit", parts["k4"])
+        self.assertIn("Fitted over 2 candidates: verifying", parts["gated"])
+        self.assertNotIn("advice below", parts["gated"])
+
+    def test_the_markdown_report_names_the_mean_that_its_ratio_is(self):
+        """Case A20: its ratio over all is a geometric mean, and not the quotient of the two speeds beside it."""
+        book = compare(*slow_pair().items()).files["labbook.md"]
+        self.assertIn("geometric mean", run_main("report", "book.md", files={"book.md": book}).out)
+
+    def test_the_report_says_how_many_requests_failed(self):
+        with FakeServer("plain", faults=[None, "500", None], words=6) as server:
+            outcome = measure(server, None, prompts=["a", "b", "c"])
+        self.assertTrue(re.search(r"2 of 3|1 of 3|1 failed", outcome.out), outcome.out)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,18 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import FakeServer, ReplayServer, Speculation
-from tests.support import measure, run_main
+from tests.support import (
+    SAVE,
+    http,
+    measure,
+    measure_canned,
+    run_main,
+)
 
 # holds what JSON, URLs and HTML write in another way, and nothing of a usual text
 KEY = 'sk-Zq9"Xw7\\Jv5/Kp3+Rt&Yb%41=='
+
+
 SECRET = {"SPEC_API_KEY": KEY}
 FLAGS = ("--save-run", "run.jsonl", "--divergence-report", "report.md", "--include-prompts")
 CHAT = "/v1/chat/completions"
@@ -65,9 +73,9 @@ class KeyStaysInside(Secrets):
                 FakeServer(engine, api_key=KEY, words=4) as drafting,
             ):
                 outcome = self.run_with_key(base, drafting)
-                self.assertEqual(0, outcome.code, outcome.err)
+                self.assertEqual(outcome.code, 0, outcome.err)
                 for request in base.chats + drafting.chats:
-                    self.assertEqual("Bearer " + KEY, request["headers"]["authorization"])
+                    self.assertEqual(request["headers"]["authorization"], "Bearer " + KEY)
                 self.assertIn("labbook.md", outcome.files)
                 self.assertIn("run.jsonl", outcome.files)
 
@@ -87,16 +95,16 @@ class KeyStaysInside(Secrets):
                 env={"OTHER": KEY, "SPEC_API_KEY": "wrong"},
                 prompts=["a"],
             )
-            self.assertEqual(0, outcome.code, outcome.err)
+            self.assertEqual(outcome.code, 0, outcome.err)
             self.assertEqual(
-                {"Bearer " + KEY}, {r["headers"].get("authorization") for r in server.chats}
+                {r["headers"].get("authorization") for r in server.chats}, {"Bearer " + KEY}
             )
         self.check_hidden(outcome)
 
     def test_blanks_around_the_key_are_no_part_of_it(self):
         with FakeServer("vllm", api_key=KEY, words=3) as server:
             self.assertEqual(
-                0, measure(server, None, env={"SPEC_API_KEY": f" {KEY}\n"}, prompts=["a"]).code
+                measure(server, None, env={"SPEC_API_KEY": f" {KEY}\n"}, prompts=["a"]).code, 0
             )
 
     def test_a_key_that_no_header_can_carry_is_refused_unseen(self):
@@ -109,7 +117,7 @@ class KeyStaysInside(Secrets):
         ):
             with self.subTest(repr(bad)), FakeServer("plain", words=3) as server:
                 outcome = measure(server, None, env={"SPEC_API_KEY": bad}, prompts=["a"])
-                self.assertEqual((2, []), (outcome.code, server.requests))
+                self.assertEqual((outcome.code, server.requests), (2, []))
                 self.assertIn("SPEC_API_KEY", outcome.err)
                 self.assertNotIn("Zq9", outcome.err)
                 self.assertNotIn("Xw7", outcome.err)
@@ -118,7 +126,7 @@ class KeyStaysInside(Secrets):
         for key, said in ((KEY + "x", "was sent"), ("", "is not set")):
             with self.subTest(said), FakeServer("vllm", api_key=KEY) as server:
                 outcome = measure(server, None, env={"SPEC_API_KEY": key}, prompts=["a"])
-                self.assertEqual((2, []), (outcome.code, server.chats))
+                self.assertEqual((outcome.code, server.chats), (2, []))
                 self.check_hidden(outcome)
                 self.assertIn("SPEC_API_KEY", outcome.err)
                 self.assertIn(said, outcome.err)
@@ -176,23 +184,38 @@ class KeyStaysInside(Secrets):
             with self.subTest(key):
                 self.assertEqual(found[""], figures_)
 
+    def test_a_key_that_was_typed_into_the_command_line_is_shown_and_recorded_nowhere(self):
+        key = "sk-a-long-secret-key"
+        with FakeServer("plain") as server:
+            for words, env in (
+                (("--bogus=" + key,), "SPEC_API_KEY"),
+                (("--label", key), "SPEC_API_KEY"),
+                ((key,), "SPEC_API_KEY"),
+                (("--api-key-env", "OTHER", "--model", key), "OTHER"),
+                (("--api-key-env=OTHER", "--engine", key), "OTHER"),
+            ):
+                outcome = measure(server, None, *words, env={env: key}, prompts=["one"])
+                said = outcome.out + outcome.err + b"".join(outcome.files.values()).decode()
+                self.assertEqual((outcome.code, key in said), (2, False), words)
+        self.assertEqual(server.requests, [])
+
 
 class EchoedKeys(Secrets):
     """A server may say the key in any of its words."""
 
-    def test_an_error_of_the_first_request(self):
+    def test_a_key_in_an_error_of_the_first_request_is_hidden(self):
         with FakeServer("plain", faults=["echo-key-error"]) as server:
             outcome = self.run_with_key(server)
-            self.assertEqual(2, outcome.code)
+            self.assertEqual(outcome.code, 2)
             self.assertIn("cannot read header Authorization", outcome.err)
 
-    def test_an_error_of_a_measured_request(self):
+    def test_a_key_in_an_error_of_a_measured_request_is_hidden(self):
         with FakeServer("plain", faults=[None, "echo-key-error"], words=4) as server:
             outcome = self.run_with_key(server)
-            self.assertEqual(1, outcome.endpoint()["failed"])
+            self.assertEqual(outcome.endpoint()["failed"], 1)
             self.assertIn("cannot read header Authorization", outcome.endpoint()["first_error"])
 
-    def test_errors_of_side_pages(self):
+    def test_a_key_in_errors_of_side_pages_is_hidden(self):
         for page in ("/v1/models", "/metrics", "/props", "/version"):
             with (
                 self.subTest(page),
@@ -200,9 +223,9 @@ class EchoedKeys(Secrets):
                     "llama.cpp", page_faults={page: ["echo-key-error"]}, repeat_fault=True, words=3
                 ) as server,
             ):
-                self.assertEqual(0, self.run_with_key(server, None, "--model", "m").code)
+                self.assertEqual(self.run_with_key(server, None, "--model", "m").code, 0)
 
-    def test_errors_in_any_spelling_and_shape(self):
+    def test_a_key_in_errors_of_any_spelling_and_shape_is_hidden(self):
         spelled = json.dumps(KEY)
         bodies = {
             "plain": ("bad key " + KEY).encode(),
@@ -230,7 +253,7 @@ class EchoedKeys(Secrets):
                         with mock.patch.object(ms.time, "sleep"):
                             self.run_with_key(server, None, "--model", "fake-model", prompts=["a"])
 
-    def test_a_redirect_that_carries_the_key(self):
+    def test_a_key_in_the_address_of_a_redirect_is_hidden(self):
         for quoted in (KEY, urllib.parse.quote(KEY), urllib.parse.quote(KEY, safe="")):
             with (
                 self.subTest(quoted),
@@ -239,13 +262,13 @@ class EchoedKeys(Secrets):
                 server.redirect_to = server.root + "/login?key=" + quoted
                 self.assertIn("redirect", self.run_with_key(server).err)
 
-    def test_an_error_object_in_a_stream(self):
+    def test_a_key_in_an_error_object_of_a_stream_is_hidden(self):
         events = [
             {"choices": [{"index": 0, "delta": {"content": "x"}}]},
             {"error": {"message": "no such key: " + KEY}},
         ]
         outcome = self.replay(events)
-        self.assertEqual(1, outcome.code)
+        self.assertEqual(outcome.code, 1)
         self.assertIn("no such key", outcome.err)
 
     def replay(self, events, *flags):
@@ -274,7 +297,7 @@ class EchoedKeys(Secrets):
             ) as server:
                 return self.run_with_key(server, None, "--model", "m", *flags)
 
-    def test_the_text_of_an_answer_even_over_two_deltas(self):
+    def test_a_key_in_the_text_of_an_answer_is_hidden_even_over_two_deltas(self):
         for cut in (0, 1, 9, len(KEY) - 1):
             with self.subTest(cut):
                 parts = ["your key is " + KEY[:cut], KEY[cut:] + " bye"]
@@ -289,10 +312,10 @@ class EchoedKeys(Secrets):
                     b"[DONE]",
                 ]
                 outcome = self.replay(events)
-                self.assertEqual((0, 10), (outcome.code, outcome.endpoint()["output_tokens"]))
+                self.assertEqual((outcome.code, outcome.endpoint()["output_tokens"]), (0, 10))
                 self.assertIn(b"your key is [key] bye", outcome.files["run.jsonl"])
 
-    def test_every_other_field_of_an_answer(self):
+    def test_a_key_in_every_other_field_of_an_answer_is_hidden(self):
         choice = {"index": 0, "message": {"content": "x"}, "finish_reason": KEY}
         self.replay(
             {
@@ -318,7 +341,7 @@ class EchoedKeys(Secrets):
             ]
         )
 
-    def test_texts_that_differ_and_their_triage(self):
+    def test_a_key_in_texts_that_differ_and_in_their_triage_is_hidden(self):
         for base_text, other in (
             ("one two " + KEY + " end", "one three " + KEY + " end"),
             (KEY + " a", "b a"),
@@ -335,14 +358,14 @@ class EchoedKeys(Secrets):
             ):
                 base.gaps = drafting.gaps
                 outcome = self.run_with_key(base, drafting)
-                self.assertEqual(2, outcome.comparison()["text_comparison"]["divergent"])
+                self.assertEqual(outcome.comparison()["text_comparison"]["divergent"], 2)
                 self.assertEqual(
-                    ["logprobs"],
                     sorted({"logprobs"} & {k for c in base.chats for k in c["body"]}),
+                    ["logprobs"],
                     "triage asked",
                 )
 
-    def test_names_and_versions_and_metrics(self):
+    def test_a_key_in_names_versions_and_metrics_is_hidden(self):
         spelled = "".join("\\u%04x" % ord(c) for c in KEY)
         models = (
             '{"data": [{"id": "%s", "owned_by": "vllm"}, {"id": "two"}]}' % spelled,
@@ -361,9 +384,9 @@ class EchoedKeys(Secrets):
             with FakeServer(
                 "vllm", pages={"/version": version, "/metrics": metrics}, words=3
             ) as server:
-                self.assertEqual(0, self.run_with_key(server).code)
+                self.assertEqual(self.run_with_key(server).code, 0)
 
-    def test_a_server_that_answers_with_the_request_itself(self):
+    def test_a_key_in_an_answer_that_is_the_request_itself_is_hidden(self):
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
 
@@ -382,8 +405,19 @@ class EchoedKeys(Secrets):
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join(5)
-        self.assertEqual(2, outcome.code)
+        self.assertEqual(outcome.code, 2)
         self.check_hidden(outcome)
+
+    def test_a_key_with_quotes_stays_secret_in_errors_that_are_objects(self):
+        key = "k'e\"y-se<c>r&et12/3\\4"
+        raw = http(
+            b"data: " + json.dumps({"error": {"why": [key]}}).encode() + b"\n\n",
+            "text/event-stream",
+        )
+        outcome = measure_canned(raw, raw, *SAVE, env={"SPEC_API_KEY": key})
+        said = outcome.out + outcome.err + b"".join(outcome.files.values()).decode()
+        self.assertNotIn("se<c>r", said)
+        self.assertIn("[key]", said)
 
 
 class OtherHosts(Secrets):
@@ -400,7 +434,7 @@ class OtherHosts(Secrets):
                 else:
                     server.page_faults, server.repeat_fault = {where: ["redirect"]}, True
                 self.run_with_key(server)
-                self.assertEqual([], other.requests)
+                self.assertEqual(other.requests, [])
 
     def test_a_metrics_page_elsewhere_never_gets_the_key(self):
         with (
@@ -411,7 +445,7 @@ class OtherHosts(Secrets):
             outcome = self.run_with_key(
                 server, None, "--baseline-metrics-url", other.root + "/metrics"
             )
-            self.assertEqual(0, outcome.code, outcome.err)
+            self.assertEqual(outcome.code, 0, outcome.err)
             self.assertTrue(other.requests)
             self.assertFalse([r for r in other.requests if "authorization" in r["headers"]])
 
@@ -470,10 +504,10 @@ class Credentials(Secrets):
     def check_refused(self, server, *flags):
         del server.requests[:]
         outcome = run_main(*flags, *FLAGS, prompts=["a"])
-        self.assertEqual(2, outcome.code, outcome.err)
-        self.assertEqual([], server.requests)
+        self.assertEqual(outcome.code, 2, outcome.err)
+        self.assertEqual(server.requests, [])
         self.check_hidden(outcome, "hun7er2")
-        self.assertEqual(1, outcome.err.count("\n"), outcome.err)
+        self.assertEqual(outcome.err.count("\n"), 1, outcome.err)
         return outcome
 
     def test_base_urls_with_credentials_are_refused_unseen(self):
@@ -511,7 +545,7 @@ class Credentials(Secrets):
             self.assertIn("--api-key-env", outcome.err)
 
 
-class Environment(unittest.TestCase):
+class WhatTheEnvironmentHolds(unittest.TestCase):
     def test_only_the_named_variable_is_read_as_a_key(self):
         with FakeServer("plain", words=3) as server:
             env = {"OPENAI_API_KEY": KEY, "API_KEY": KEY, "SPEC_API_KEY": ""}

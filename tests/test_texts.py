@@ -1,17 +1,25 @@
-"""Did the text change? Comparison pair by pair, self-agreement, near-tie triage, the bug report."""
+"""Text comparison: did the text change? Pair by pair, self-agreement, near-tie triage, the bug report."""
 
-import contextlib
 import json
-import pathlib
 import random
-import tempfile
 import unittest
 
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer, ReplayServer, Speculation
-from tests.support import measure, run_main
+from tests.support import (
+    CHANGED,
+    TEXT,
+    answer,
+    compare,
+    http,
+    measure,
+    measure_canned,
+    plain,
+    replayed,
+    run_main,
+    saved_run,
+)
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
 ABC = "one two three four five six seven eight nine ten"  # 10 tokens of the fake
 OTHER = ABC.replace(" eight", " other")  # token 7; the first other byte is 34
 
@@ -20,24 +28,13 @@ def case_text(name):
     return (CASES / name).read_text("utf-8")
 
 
-@contextlib.contextmanager
-def replayed(name):
-    """A server that gives a recorded JSON body of the cases as every answer."""
-    body = (CASES / name).read_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        (pathlib.Path(folder) / "answer.http").write_bytes(HEAD % len(body) + body)
-        routes = [{"method": "POST", "path": "/v1/chat/completions", "file": "answer.http"}]
-        with ReplayServer(routes, folder) as server:
-            yield server
-
-
 def measure_case(baseline, candidate, *flags, prompts=("p", "q")):
     """Two recorded bodies measured against each other, as every answer to every prompt."""
     with replayed(baseline) as a, replayed(candidate) as b:
         return measure(a, b, "--model", "m", "--warmup", 0, *flags, prompts=list(prompts))
 
 
-def answer(content="", reasoning="", tokens=4, finish="stop"):
+def answer_of(content="", reasoning="", tokens=4, finish="stop"):
     return ms.Answer(
         content,
         reasoning,
@@ -58,7 +55,7 @@ def answer(content="", reasoning="", tokens=4, finish="stop"):
 
 def reading(prompt, repeat, text, arm="baseline"):
     """A reading with this text; None is a failed request."""
-    done = None if text is None else answer(text) if isinstance(text, str) else answer(*text)
+    done = None if text is None else answer_of(text) if isinstance(text, str) else answer_of(*text)
     return ms.Reading(
         arm, prompt, "p%d" % prompt, "any", repeat, 0, done, "failed" if text is None else None
     )
@@ -105,7 +102,7 @@ def entry(raw, logprob=-1.0, *alternatives, token=None):
     )
 
 
-class Cases(unittest.TestCase):
+class RecordedTexts(unittest.TestCase):
     def only_divergence(self, outcome):
         self.assertEqual(outcome.code, 0, outcome.err)
         texts = outcome.comparison()["text_comparison"]
@@ -129,7 +126,7 @@ class Cases(unittest.TestCase):
         for word in ("harmless", "broken"):
             self.assertNotIn(word, said)
 
-    def test_b01_the_place_in_the_recorded_texts(self):
+    def test_b01_the_recorded_texts_differ_at_byte_98(self):
         found = ms.first_difference(case_text("B01/baseline.txt"), case_text("B01/spec.txt"))
         self.assertEqual((found.byte, found.character), (98, 98))
 
@@ -263,8 +260,8 @@ class Cases(unittest.TestCase):
         self.assertRegex(outcome.out, "(?s)only costs time.*tokenizer")
 
 
-class Differences(unittest.TestCase):
-    def test_offsets_line_and_column(self):
+class FirstDifferences(unittest.TestCase):
+    def test_a_difference_is_told_by_byte_character_line_and_column(self):
         for a, b, byte, character, line, column in (
             ("abc", "abd", 2, 2, 1, 3),
             ("", "x", 0, 0, 1, 1),
@@ -496,7 +493,7 @@ class TriageOverHttp(unittest.TestCase):
         found = outcome.comparison()["text_comparison"]["divergences"][0]
         return found, asked, plain, outcome.out
 
-    def test_a_near_tie(self):
+    def test_a_small_gap_is_a_near_tie(self):
         found, _, _, out = self.triage(gaps={7: (" other", 0.125)})
         self.assertEqual(
             (
@@ -509,7 +506,7 @@ class TriageOverHttp(unittest.TestCase):
         self.assertAlmostEqual(found["triage"]["gap_nats"], 0.125)
         self.assertRegex(out, r"near-tie \(0\.125 nats\)")
 
-    def test_a_clear_preference(self):
+    def test_a_large_gap_is_a_clear_preference(self):
         found, *_ = self.triage(gaps={7: (" other", 3.0)})
         self.assertEqual(found["triage"]["finding"], "clear-preference")
         self.assertAlmostEqual(found["triage"]["gap_nats"], 3.0)
@@ -538,7 +535,7 @@ class TriageOverHttp(unittest.TestCase):
         self.assertAlmostEqual(triage["gap_nats"], 12 + (listed - 3) - 2.25)
         self.assertIn("at least", out)
 
-    def test_no_logprobs_is_not_known(self):
+    def test_without_log_probabilities_the_gap_is_not_known(self):
         found, *_ = self.triage(reject={"logprobs": "not supported here"})
         self.assertEqual(
             (found["triage"]["finding"], found["triage"]["gap_nats"]), ("not-known", None)
@@ -606,7 +603,7 @@ class TriageOfTokens(unittest.TestCase):
         )
         return ms.gap_finding(tokens, own, other, offset)
 
-    def test_a_character_split_over_tokens(self):
+    def test_a_difference_inside_a_character_split_over_tokens_is_found(self):
         """Byte 8 differs, inside the token that holds the second half of the character."""
         tokens = [
             entry(b"Done "),
@@ -617,14 +614,14 @@ class TriageOfTokens(unittest.TestCase):
         found = self.find(tokens, "Done \U0001f389 bye", "Done \U0001f38a bye")
         self.assertEqual((found["finding"], round(found["gap_nats"], 6)), ("near-tie", 0.25))
 
-    def test_tokens_that_begin_alike(self):
+    def test_tokens_that_begin_alike_are_told_apart(self):
         tokens = [entry(b" un"), entry(b"happy", -0.1, (b"happ", -2.1), (b"sad", -0.2))]
         found = self.find(tokens, " unhappy", " unhappily")
         self.assertEqual(
             (found["finding"], found["speculative_token"]), ("clear-preference", "happ")
         )
 
-    def test_a_difference_in_the_first_token_of_a_text_that_repeats_it(self):
+    def test_a_difference_in_the_first_token_is_found_there_though_the_text_repeats_it(self):
         tokens = [
             entry(b"a", -0.1, (b"x", -0.3)),
             entry(b" b", -0.1, (b" q", -9)),
@@ -635,7 +632,7 @@ class TriageOfTokens(unittest.TestCase):
         self.assertEqual((found["finding"], found["speculative_token"]), ("near-tie", "x"))
         self.assertAlmostEqual(found["gap_nats"], 0.2)
 
-    def test_a_beginning_that_comes_again_later(self):
+    def test_a_beginning_that_comes_again_later_does_not_hide_the_difference(self):
         tokens = [
             entry(b"no", -0.1, (b"yes", -9)),
             entry(b" no", -0.1, (b" so", -0.2)),
@@ -716,7 +713,7 @@ class BugReport(unittest.TestCase):
             outcome = measure(a, b, "--divergence-report", "bug.md", *flags, prompts=list(prompts))
         return outcome.files["bug.md"].decode("utf-8"), outcome
 
-    def test_it_holds_what_a_maintainer_asks_for(self):
+    def test_the_bug_report_holds_what_a_maintainer_asks_for(self):
         text, outcome = self.report()
         rate = outcome.comparison()["acceptance"]["rate"]
         for part in (
@@ -738,13 +735,13 @@ class BugReport(unittest.TestCase):
             self.assertIn(part.strip(), text)
         self.assertTrue(text.startswith("# ") and text.endswith("\n"))
 
-    def test_the_prompt_is_in_it_only_when_asked(self):
+    def test_the_prompt_is_in_the_bug_report_only_when_asked(self):
         self.assertNotIn("secret", self.report()[0])
         text, _ = self.report("--include-prompts")
         self.assertIn("a secret prompt", text)
         self.assertNotIn("another", text)  # it did not differ
 
-    def test_differences_of_every_level_are_in_it(self):
+    def test_differences_of_every_level_are_in_the_bug_report(self):
         """Level 1 differs, level 2 does not: the report is about the run, not about its last level."""
 
         def answers(prompt, n):
@@ -756,7 +753,7 @@ class BugReport(unittest.TestCase):
             )
         self.assertIn("other nine ten", outcome.files["bug.md"].decode())
 
-    def test_a_report_that_cannot_be_written_keeps_the_records(self):
+    def test_a_bug_report_that_cannot_be_written_keeps_the_records(self):
         with FakeServer() as a, FakeServer() as b:
             outcome = measure(a, b, "--divergence-report", "no/such/folder.md", prompts=["p"])
         self.assertIn(outcome.code, (1, 2))
@@ -764,7 +761,7 @@ class BugReport(unittest.TestCase):
         if outcome.code == 1:
             self.assertEqual(len(outcome.records), 3)
 
-    def test_saved_runs_make_the_same_report(self):
+    def test_saved_runs_make_the_same_bug_report(self):
         with (
             FakeServer(answers={"p": ABC}, gaps={7: (" other", 0.125)}) as a,
             FakeServer(answers={"p": OTHER}) as b,
@@ -776,6 +773,34 @@ class BugReport(unittest.TestCase):
         self.assertEqual(outcome.code, 0, outcome.err)
         for part in ("byte 34", "near-tie", "0.125 nats"):
             self.assertIn(part, outcome.files["bug.md"].decode())
+
+
+class CountsThatDoNotFitTheText(unittest.TestCase):
+    REMARK = "identical texts? came with different token counts"
+
+    def compared(self, first, second, text=TEXT):
+        return compare(
+            ("plain.jsonl", saved_run("baseline", [[answer(first, 0.5, content=TEXT)]])),
+            (
+                "other.jsonl",
+                saved_run("other", [[answer(second, 0.5, drafted=40, accepted=20, content=text)]]),
+            ),
+        )
+
+    def test_one_text_with_two_token_counts_is_remarked(self):
+        outcome = self.compared(503, 545)
+        self.assertEqual(outcome.comparison()["text_comparison"]["counts_differ"], 1)
+        self.assertEqual(outcome.comparison()["text_comparison"]["identical"], 1)
+        self.assertRegex(outcome.out, self.REMARK)
+
+    def test_equal_counts_unknown_counts_and_differing_texts_are_not_remarked(self):
+        for first, second, text in ((503, 503, TEXT), (503, 545, CHANGED)):
+            with self.subTest(text, second=second):
+                outcome = self.compared(first, second, text)
+                self.assertEqual(outcome.comparison()["text_comparison"]["counts_differ"], 0)
+                self.assertNotRegex(outcome.out, self.REMARK)
+        unknown = measure_canned(http(plain()), http(plain('"usage": {}')), "--no-stream")
+        self.assertEqual(unknown.comparison()["text_comparison"]["counts_differ"], 0)
 
 
 if __name__ == "__main__":

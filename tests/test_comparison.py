@@ -1,4 +1,4 @@
-"""`compare`: one server at a time, several candidates, runs that do not match, and run files that were damaged."""
+"""Comparison: saved runs as measured ones, several candidates, fitted costs, verdicts, runs that do not match."""
 
 import copy
 import json
@@ -7,19 +7,21 @@ import random
 import unittest
 
 from tests.fakes import FakeServer, Speculation
-from tests.support import answer, compare, measure, run_main, saved_run
+from tests.support import (
+    DRAFTS,
+    SAVE,
+    answer,
+    compare,
+    faster_pair,
+    findings,
+    measure,
+    run_main,
+    saved_run,
+    speeds,
+)
 
-SAVE = ("--save-run", "run.jsonl")
 TEXT = " ".join("w%d" % i for i in range(24))
 CHANGED = TEXT.replace("w9", "w9x")
-
-
-def comparisons(outcome):
-    return [record for record in outcome.records if record["kind"] == "comparison"]
-
-
-def findings(record):
-    return [found["finding"] for found in record["audit"]]
 
 
 def comparable(record):
@@ -34,18 +36,7 @@ def lines_of(saved, *arms):
     return b"".join(line + b"\n" for line in saved.splitlines() if json.loads(line)["arm"] in arms)
 
 
-def speeds(ratio, spread=0.01, prompts=12, seed=0, base=20.0, **drafts):
-    """One repeat of each prompt, `ratio` times as fast as `base`, scattered."""
-    chance = random.Random(seed)
-    return [
-        [answer(200, 200 / (base * ratio * math.exp(chance.gauss(0, spread))), **drafts)]
-        for _ in range(prompts)
-    ]
-
-
-BASELINE = ("plain.jsonl", saved_run("baseline", speeds(1.0)))
-DRAFTS = {"drafted": 400, "accepted": 99}
-FASTER = ("draft.jsonl", saved_run("speculative", speeds(1.5, **DRAFTS)))
+BASELINE, FASTER = faster_pair()
 
 
 class SavedAndCompared(unittest.TestCase):
@@ -152,7 +143,7 @@ class SavedAndCompared(unittest.TestCase):
         )
 
 
-class Unlike(unittest.TestCase):
+class RunsThatDiffer(unittest.TestCase):
     """Runs whose conditions differ."""
 
     FIELDS = (
@@ -230,125 +221,6 @@ class Unlike(unittest.TestCase):
         )
 
 
-class Damaged(unittest.TestCase):
-    def refused(self, name, data):
-        outcome = compare(BASELINE, (name, data))
-        self.assertEqual((outcome.code, outcome.records), (2, []), outcome.err)
-        self.assertIn(name, outcome.err)
-        self.assertRegex(outcome.err, "run file|--save-run|measure it again")
-
-    def test_what_is_no_run_file_is_refused_by_name(self):
-        for data in (
-            b"",
-            b"# a notebook\n\nprose\n",
-            b'{"lab": "x", "label": "y"}\n',
-            b"\x00\xff\x80" * 50,
-            b"[1, 2]\n",
-            FASTER[1].splitlines()[1] + b"\n",
-        ):
-            self.refused("other.jsonl", data)
-
-    def test_a_missing_file_is_refused_by_name(self):
-        outcome = run_main("compare", "plain.jsonl", "gone.jsonl", files=dict([BASELINE]))
-        self.assertEqual((outcome.code, outcome.records), (2, []))
-        self.assertIn("gone.jsonl", outcome.err)
-
-    def test_a_header_without_its_conditions_is_refused(self):
-        lines = FASTER[1].splitlines(keepends=True)
-        header = json.loads(lines[0])
-        for name in ("request", "prompts", "concurrency", "arm"):
-            damaged = (
-                json.dumps({key: value for key, value in header.items() if key != name}).encode()
-                + b"\n"
-            )
-            with self.subTest(missing=name):
-                self.refused("other.jsonl", damaged + b"".join(lines[1:]))
-
-    def test_figures_of_the_wrong_kind_are_refused_or_left_out(self):
-        lines = FASTER[1].splitlines(keepends=True)
-        for name, value in (
-            ("latency_s", "fast"),
-            ("completion_tokens", [1]),
-            ("prompt_index", None),
-            ("content", 7),
-        ):
-            damaged = json.dumps(dict(json.loads(lines[3]), **{name: value})).encode() + b"\n"
-            with self.subTest(name=name):
-                outcome = compare(
-                    BASELINE, ("other.jsonl", b"".join([*lines[:3], damaged, *lines[4:]]))
-                )
-                self.assertIn(outcome.code, (0, 2), outcome.err)
-                self.assertIn("other.jsonl", outcome.err)
-
-    def test_a_damaged_reading_is_named_and_its_pair_left_out_of_every_rate(self):
-        lines = FASTER[1].splitlines(keepends=True)
-        lines[3] = lines[3][:70] + b"\n"
-        outcome = compare(BASELINE, ("other.jsonl", b"".join(lines)))
-        self.assertEqual(outcome.code, 0, outcome.err)
-        self.assertIn("other.jsonl:4", outcome.err)
-        self.assertEqual(outcome.comparison()["speedup"]["prompts"], 11)
-        plain = [json.loads(line) for line in BASELINE[1].splitlines()[1:-1]]
-        right = 11 * 200 / sum(line["latency_s"] for line in plain if line["prompt_index"] != 2)
-        self.assertAlmostEqual(outcome.comparison()["baseline_tokens_per_s"], right, delta=1e-9)
-
-    def test_a_file_that_was_cut_off_is_compared_as_far_as_it_goes(self):
-        lines = FASTER[1].splitlines(keepends=True)
-        outcome = compare(BASELINE, ("other.jsonl", b"".join(lines[:9]) + lines[9][:40]))
-        self.assertEqual(outcome.code, 0, outcome.err)
-        record = outcome.comparison()
-        self.assertEqual((record["speedup"]["prompts"], record["interrupted"]), (8, True))
-        self.assertIn("interrupted", findings(record))
-        self.assertTrue(outcome.endpoint("speculative")["interrupted"])
-        self.assertFalse(outcome.endpoint("baseline")["interrupted"])
-        self.assertIn("interrupted", outcome.err + outcome.out)
-
-    def test_a_run_without_one_reading_cannot_be_compared(self):
-        outcome = compare(BASELINE, ("other.jsonl", FASTER[1].splitlines(keepends=True)[0]))
-        self.assertEqual(outcome.code, 1, outcome.err)
-        self.assertEqual(comparisons(outcome), [])
-
-    def test_a_level_that_was_cut_off_before_its_first_reading_is_said_and_costs_no_other(self):
-        with FakeServer("plain") as one, FakeServer("plain") as other:
-            saved = measure(
-                one,
-                other,
-                "--concurrency",
-                "1,2",
-                "--save-run",
-                "run.jsonl",
-                prompts=["one", "two"],
-            ).files["run.jsonl"]
-        lines = saved.splitlines(keepends=True)
-        begins = [i for i, line in enumerate(lines) if b'"kind": "run"' in line]
-        outcome = compare(
-            ("cut.jsonl", b"".join(lines[: begins[2] + 2])), flags=("--divergence-report", "d.md")
-        )
-        self.assertEqual(
-            (outcome.code, [r["concurrency"] for r in comparisons(outcome)]), (1, [1]), outcome.err
-        )
-        self.assertIn("no request completed", outcome.err)
-
-    def test_a_failed_request_never_becomes_a_speed(self):
-        answers = speeds(1.5, **DRAFTS)
-        answers[5] = ["the server closed the connection"]
-        outcome = compare(BASELINE, ("other.jsonl", saved_run("speculative", answers)))
-        record = outcome.comparison()
-        self.assertEqual(
-            (record["speedup"]["prompts"], record["text_comparison"]["failed"]), (11, 1)
-        )
-        plain = [json.loads(line) for line in BASELINE[1].splitlines()[1:-1]]
-        right = 11 * 200 / sum(line["latency_s"] for line in plain if line["prompt_index"] != 5)
-        self.assertAlmostEqual(record["baseline_tokens_per_s"], right, delta=1e-9)
-        self.assertEqual(
-            outcome.endpoint("speculative")["first_error"], "the server closed the connection"
-        )
-
-    def test_a_single_run_is_refused_with_the_way_out(self):
-        outcome = compare(BASELINE)
-        self.assertEqual((outcome.code, outcome.records), (2, []))
-        self.assertRegex(outcome.err, "plain.jsonl.*other")
-
-
 class Candidates(unittest.TestCase):
     def test_candidates_are_named_by_their_arm(self):
         outcome = compare(
@@ -376,7 +248,7 @@ class Candidates(unittest.TestCase):
         ]
         labels = [
             record["label"]
-            for record in comparisons(compare(BASELINE, *files, flags=("--label", "night")))
+            for record in compare(BASELINE, *files, flags=("--label", "night")).comparisons()
         ]
         self.assertEqual(
             labels, ["night/k2/comparison", "night/k4/comparison", "night/eagle/comparison"]
@@ -393,7 +265,7 @@ class Candidates(unittest.TestCase):
             BASELINE,
             *((name, saved_run("k", speeds(1.3))) for name in ("a.jsonl", "b.jsonl", "c.jsonl")),
         )
-        self.assertEqual(len({record["label"] for record in comparisons(outcome)}), 3)
+        self.assertEqual(len({record["label"] for record in outcome.comparisons()}), 3)
 
     def test_one_file_may_hold_the_baseline_and_all_candidates(self):
         whole = (
@@ -401,7 +273,7 @@ class Candidates(unittest.TestCase):
             + saved_run("k2", speeds(1.3, **DRAFTS))
             + saved_run("k4", speeds(1.5, **DRAFTS))
         )
-        records = comparisons(compare(("all.jsonl", whole)))
+        records = compare(("all.jsonl", whole)).comparisons()
         self.assertEqual([round(record["speedup"]["ratio"], 1) for record in records], [1.3, 1.5])
 
     def test_ranking_is_by_speed_and_says_which_differences_are_real(self):
@@ -429,13 +301,11 @@ class Candidates(unittest.TestCase):
                 for i, pace in enumerate(paces)
             ]
 
-        records = comparisons(
-            compare(
-                BASELINE,
-                ("a.jsonl", saved_run("a", run(1.0))),
-                ("b.jsonl", saved_run("b", run(1.1))),
-            )
-        )
+        records = compare(
+            BASELINE,
+            ("a.jsonl", saved_run("a", run(1.0))),
+            ("b.jsonl", saved_run("b", run(1.1))),
+        ).comparisons()
         behind = records[0]["against_best"]
         self.assertEqual(behind["best"], "b")
         self.assertAlmostEqual(behind["ratio"], 1 / 1.1, delta=1e-9)
@@ -471,7 +341,7 @@ class Candidates(unittest.TestCase):
         )
 
 
-class Fitted(unittest.TestCase):
+class FittedCosts(unittest.TestCase):
     """Several chain lengths of the same pair: the cost of verifying and that of drafting come apart."""
 
     T_S, VERIFICATION, DRAFT = 0.05, 1.25, 0.07
@@ -497,7 +367,7 @@ class Fitted(unittest.TestCase):
         )
 
     def test_planted_costs_are_recovered_and_stand_in_every_record(self):
-        for record in comparisons(self.outcome(2, 4, 8)):
+        for record in self.outcome(2, 4, 8).comparisons():
             fit = record["break_even"]["fit"]
             self.assertEqual(set(fit), {"draft_cost", "verification_cost", "runs"})
             self.assertAlmostEqual(fit["verification_cost"], self.VERIFICATION, delta=1e-9)
@@ -514,13 +384,13 @@ class Fitted(unittest.TestCase):
             ("two.jsonl", saved_run("two", [[cut]])),
         )
         self.assertEqual(
+            [(r["break_even"]["chain"], r["break_even"]["fit"]) for r in outcome.comparisons()],
             [(4, None), (4, None)],
-            [(r["break_even"]["chain"], r["break_even"]["fit"]) for r in comparisons(outcome)],
         )
 
     def test_advice_rests_on_the_fit_and_says_so(self):
         outcome = self.outcome(2, 8)
-        why = comparisons(outcome)[1]["break_even"]
+        why = outcome.comparisons()[1]["break_even"]
         self.assertRegex(outcome.out, "rests on this fit")
         alpha = why["alpha"]
         self.assertAlmostEqual(sum(alpha**i for i in range(1, 9)), 480 / 200, delta=1e-9)
@@ -546,7 +416,7 @@ class Fitted(unittest.TestCase):
 
     def test_tokens_per_step_over_step_cost_is_the_measured_decode_ratio(self):
         """By construction: a check of the book-keeping, not a prediction."""
-        for record in comparisons(self.outcome(2, 4)):
+        for record in self.outcome(2, 4).comparisons():
             why = record["break_even"]
             self.assertAlmostEqual(
                 why["tokens_per_step"] / why["step_cost"],
@@ -566,8 +436,25 @@ class Fitted(unittest.TestCase):
         )
         self.assertRegex(outcome.out, "cannot pay at any acceptance")
 
+    def test_acceptance_that_is_known_is_not_called_missing_where_the_step_cost_is(self):
+        """Cases C12 and C13: plain answers and a metrics page tell the acceptance, and nothing tells a decode time."""
+        for accepted, alpha in (((2, 0, 1), None), ((0,), 0.0)):
+            with (
+                self.subTest(accepted),
+                FakeServer("vllm", details=False) as a,
+                FakeServer("vllm", details=False, speculation=Speculation(3, accepted)) as b,
+            ):
+                why = measure(a, b, "--no-stream", prompts=["one", "two"]).comparison()[
+                    "break_even"
+                ]
+                self.assertNotEqual(why["applies"], "no-acceptance")
+                self.assertIsNone(why["step_cost"])
+                self.assertIsNotNone(why["alpha"])
+                if alpha is not None:
+                    self.assertEqual(why["alpha"], alpha)
 
-class Judged(unittest.TestCase):
+
+class VerdictsInWords(unittest.TestCase):
     def mixed(self, *flags):
         kinds = ["copy"] * 4 + ["open"] * 4 + ["talk"] * 4
         answers = speeds(1.8, prompts=4, **DRAFTS) + speeds(0.8, prompts=4, seed=1, **DRAFTS)

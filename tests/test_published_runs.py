@@ -1,4 +1,4 @@
-"""Figures that people posted of real runs (cases A), and what they really say."""
+"""Figures that people posted of real runs (cases A), and what the program has to say of them."""
 
 import contextlib
 import json
@@ -155,7 +155,7 @@ class RateIsNotAlpha(unittest.TestCase):
         self.assertRegex(out, r"accepted/drafted is another figure")
 
 
-class Sweeps(unittest.TestCase):
+class SweepsOverChainLengths(unittest.TestCase):
     def test_a06_ungated_chains_have_their_length_cost_and_break_even(self):
         for k, tps, rate, length, ratio, cost, bar in (
             (3, 23.5, 0.34, 2.020, 0.8801, 2.2951, 0.432),
@@ -260,7 +260,7 @@ class OneDraftCheaperThanAToken(unittest.TestCase):
     def test_a14_a_step_cheaper_than_a_token_raises_a_remark(self):
         self.assertIn("check the timing", self.outcome().out)
 
-    def test_a14_ceiling_and_floor_of_the_speedup(self):
+    def test_a14_ceiling_and_floor_of_the_speedup_follow_from_its_times(self):
         cost = (self.FACTS["D_ms"] + self.FACTS["V_ms"]) / self.FACTS["T_ms"]
         for tokens, right in ((2, 2.1563), (1, 1.0782)):
             told = json.loads(
@@ -317,7 +317,7 @@ class SpeculationThatDidNotRun(unittest.TestCase):
         self.assertIn("max_tokens", outcome.err)
 
 
-class Chunks(unittest.TestCase):
+class ChunksAreNoTokens(unittest.TestCase):
     def test_a17_tokens_are_counted_by_usage_and_timed_by_the_server(self):
         with ReplayServer("routes.json", CASES / "A17") as server:
             outcome = run_main(
@@ -342,7 +342,7 @@ class Chunks(unittest.TestCase):
         self.assertRegex(outcome.out, "without a token count|no token count")
 
 
-class Mixtures(unittest.TestCase):
+class MixturesOfWork(unittest.TestCase):
     KINDS = ("python", "bash", "prose")
     POSTED = {
         (row["prompt"], row["n_max"]): row["tok_s"]
@@ -404,7 +404,7 @@ class Mixtures(unittest.TestCase):
             self.assertRegex(quoted, words)
 
 
-class Settings(unittest.TestCase):
+class SettingsAreKeptApart(unittest.TestCase):
     ROWS = {
         (row["kind"], row["server"]["tp"]): row["tok_s"]
         for row in map(json.loads, (CASES / "A08" / "labbook.jsonl").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""The lab notebook: nothing that was measured is lost, torn or mixed."""
+"""The lab notebook, and files and locks at large: nothing that was measured is lost, torn, mixed or written over."""
 
 import builtins
 import json
@@ -8,13 +8,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
 from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer
-from tests.support import PROGRAM, measure, run_main
-from tests.test_texts import replayed
+from tests.support import (
+    PROGRAM,
+    at_most,
+    compare,
+    measure,
+    no_windows,
+    run_main,
+    slow_pair,
+    strict,
+    urls_of,
+)
 
 E02 = CASES / "E02"
 WORKERS, APPENDS, VICTIMS = 8, 200, 6
@@ -28,6 +38,7 @@ for n in range(%d):
         time.sleep(0.005)
     ms.append_records(book, [{"worker": name, "n": n, "text": name * 300}])
 """ % (APPENDS, APPENDS // 2)
+
 
 # Dies with half its bytes in the file and the lock in its hand, as under kill -9.
 VICTIM = """
@@ -50,7 +61,7 @@ def script(code, *words):
     return subprocess.Popen([sys.executable, "-c", code, *map(str, words)], env=env)
 
 
-class Folder(unittest.TestCase):
+class NotebookInAFolder(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -67,7 +78,7 @@ class Folder(unittest.TestCase):
         return ms.read_json_lines(str(self.book), warnings.append), warnings
 
 
-class Append(Folder):
+class Appending(NotebookInAFolder):
     def test_e02_a_torn_last_line_is_ended_and_kept(self):
         old = self.copy("torn.jsonl")
         ms.append_records(str(self.book), [{"new": 1}])
@@ -144,7 +155,7 @@ class Append(Folder):
         self.assertEqual(data.count(b"\n"), 1 + len(records) + VICTIMS)
 
 
-class Read(Folder):
+class Reading(NotebookInAFolder):
     def test_e02_glued_lines_are_reported_and_a_good_one_is_kept(self):
         self.copy("glued.jsonl")
         records, warnings = self.read()
@@ -188,7 +199,7 @@ class Read(Folder):
         self.assertIn("labbook.md:1", outcome.err)
 
 
-class Refused(unittest.TestCase):
+class NotebookRefused(unittest.TestCase):
     def refused(self, path, files=None):
         with FakeServer() as a, FakeServer() as b:
             outcome = measure(a, b, "--labbook", path, prompts=["p"], files=files)
@@ -198,13 +209,13 @@ class Refused(unittest.TestCase):
         self.assertIn(path, outcome.err)
         return outcome
 
-    def test_a_missing_folder(self):
+    def test_a_notebook_in_a_missing_folder_is_refused_before_a_request(self):
         self.refused("no/such/folder/labbook.md")
 
-    def test_a_folder_in_its_place(self):
+    def test_a_folder_in_place_of_the_notebook_is_refused_before_a_request(self):
         self.refused(".")
 
-    def test_a_read_only_file(self):
+    def test_a_read_only_notebook_is_refused_before_a_request(self):
         """Denied by hand: a test run as root could write to it."""
         real = builtins.open
 
@@ -217,7 +228,7 @@ class Refused(unittest.TestCase):
             outcome = self.refused("book.md")
         self.assertIn("Permission denied", outcome.err)
 
-    def test_compare_refuses_it_too(self):
+    def test_compare_refuses_a_notebook_that_cannot_be_written(self):
         with FakeServer() as a, FakeServer() as b:
             saved = measure(a, b, "--save-run", "run.jsonl", prompts=["p"]).files["run.jsonl"]
         outcome = run_main(
@@ -225,7 +236,7 @@ class Refused(unittest.TestCase):
         )
         self.assertEqual((outcome.code, outcome.out), (2, ""))
 
-    def test_the_check_leaves_an_old_notebook_as_it_is(self):
+    def test_checking_a_notebook_leaves_an_old_one_as_it_is(self):
         with FakeServer() as a:
             outcome = run_main(
                 "--baseline-url",
@@ -238,7 +249,7 @@ class Refused(unittest.TestCase):
             )
         self.assertEqual((outcome.code, outcome.files["labbook.md"]), (2, b"# Notes"))
 
-    def test_the_check_never_deletes_what_another_job_wrote(self):
+    def test_checking_a_notebook_never_deletes_what_another_job_wrote(self):
         """Another job starts the notebook while this one checks that it could."""
         real = builtins.open
         with tempfile.TemporaryDirectory() as folder:
@@ -255,8 +266,29 @@ class Refused(unittest.TestCase):
             self.assertTrue(os.path.exists(book), "the other job's record is gone")
             self.assertIn(b'{"other": 1}', pathlib.Path(book).read_bytes())
 
+    def test_an_unwritable_labbook_is_named_with_the_way_out(self):
+        with tempfile.TemporaryDirectory() as folder:
+            book = pathlib.Path(folder) / "labbook.md"
+            book.write_text("# notes\n", "utf-8")
+            book.chmod(0o444)
+            refused = mock.patch(
+                "builtins.open", side_effect=PermissionError(13, "Permission denied")
+            )
+            with (
+                (
+                    refused
+                    if os.access(book, os.W_OK)
+                    else mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0)
+                ),
+                self.assertRaises(ms.UsageError) as caught,
+            ):
+                ms.check_appendable(str(book))
+            self.assertIn("labbook.md", str(caught.exception))
+            self.assertIn("--labbook", str(caught.exception))
+            self.assertEqual(book.read_text("utf-8"), "# notes\n")
 
-class FailsAtTheEnd(unittest.TestCase):
+
+class NotebookThatCannotBeWritten(unittest.TestCase):
     def assert_printed(self, code, out, err, count=3):
         printed = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         self.assertEqual(code, 1)
@@ -265,7 +297,7 @@ class FailsAtTheEnd(unittest.TestCase):
         self.assertRegex(err, "(?i)cannot append to .*standard output")
         self.assertNotIn("Traceback", err)
 
-    def test_the_records_are_printed_and_it_says_so(self):
+    def test_records_that_cannot_be_appended_are_printed_and_that_is_said(self):
         for flags in ((), ("--quiet",)):
             with (
                 self.subTest(flags),
@@ -293,7 +325,7 @@ class FailsAtTheEnd(unittest.TestCase):
             book = pathlib.Path(folder) / "labbook.md"
             book.write_bytes(b'# Notes\n{"n": 1')
             done = subprocess.run(
-                [sys.executable, "-c", code, "--baseline-url", a.url, "--speculative-url", b.url],
+                [sys.executable, "-c", code, *urls_of(a, b)],
                 cwd=folder,
                 env=dict(os.environ, PYTHONPATH=str(PROGRAM.parent), PYTHONDONTWRITEBYTECODE="1"),
                 capture_output=True,
@@ -304,7 +336,7 @@ class FailsAtTheEnd(unittest.TestCase):
             self.assertEqual(book.read_bytes(), b'# Notes\n{"n": 1')
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
-    def test_a_full_device(self):
+    def test_records_for_a_full_device_are_printed(self):
         with FakeServer() as a, FakeServer() as b:
             outcome = measure(a, b, "--labbook", "/dev/full", prompts=["p"])
         self.assert_printed(outcome.code, outcome.out, outcome.err)
@@ -314,57 +346,153 @@ class FailsAtTheEnd(unittest.TestCase):
         with FakeServer() as a, FakeServer() as b:
             self.assertEqual(measure(a, b, "--labbook", os.devnull, prompts=["p"]).code, 0)
 
+    @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
+    def test_records_that_find_no_room_are_handed_back_to_be_printed(self):
+        lines, trouble, stopped = ms.append_or_show("/dev/full", [{"label": "x"}])
+        self.assertEqual((lines, stopped), (['{"label": "x"}'], False))
+        self.assertIn("/dev/full: No space left", trouble)
 
-class Console(unittest.TestCase):
-    def measured_under(self, env):
+
+class FilesThatCoincide(unittest.TestCase):
+    """No file that is read is ever written to, whatever the flags name."""
+
+    PROMPTS = {"prompts.txt": b"one\ntwo\n", "old.md": b'# Notes\n{"n": 1}\n'}
+
+    def refused(self, outcome, files, *parts):
+        self.assertEqual((outcome.code, outcome.out), (2, ""), outcome.err)
+        self.assertEqual(len(outcome.err.splitlines()), 1)
+        self.assertEqual(outcome.files, files)
+        for part in parts:
+            self.assertIn(part, outcome.err)
+
+    def test_an_output_of_a_measurement_that_is_another_file_is_refused_before_a_request(self):
+        book, report, run = "--labbook", "--divergence-report", "--save-run"
+        for flags, named in (
+            ((book, "old.md", report, "old.md"), (book, report)),
+            ((book, "old.md", report, "./old.md"), (book, report)),
+            ((book, "new", run, "new"), (book, run)),
+            ((report, "new", run, "new"), (report, run)),
+            ((report, "prompts.txt"), (report,)),
+            ((book, "prompts.txt"), (book,)),
+            ((run, "prompts.txt"), (run,)),
+        ):
+            with self.subTest(flags), FakeServer("plain") as a:
+                outcome = measure(a, None, *flags, "--prompts", "prompts.txt", files=self.PROMPTS)
+                self.refused(outcome, self.PROMPTS, *named)
+                self.assertEqual(a.requests, [])
+
+    @no_windows
+    def test_a_link_and_a_file_in_a_folder_of_prompts_are_seen_through(self):
+        with tempfile.TemporaryDirectory() as folder, FakeServer("plain") as a:
+            path = pathlib.Path(folder)
+            (path / "p.txt").write_bytes(b"one\n")
+            (path / "link.md").symlink_to(path / "p.txt")
+            for output in (path / "link.md", path / "p.txt"):
+                outcome = measure(a, None, "--divergence-report", output, "--prompts", folder)
+                self.assertEqual((outcome.code, a.requests), (2, []), outcome.err)
+                self.assertEqual((path / "p.txt").read_bytes(), b"one\n")
+
+    def test_compare_never_writes_into_a_run_file(self):
+        for flag in ("--divergence-report", "--labbook"):
+            for name in slow_pair():
+                with self.subTest(flag, name=name):
+                    self.refused(
+                        compare(*slow_pair().items(), flags=(flag, name)), slow_pair(), name
+                    )
+
+    def test_records_never_go_into_any_run_file(self):
+        files = dict(slow_pair(), **{"third.jsonl": slow_pair()["plain.jsonl"]})
+        outcome = run_main(
+            "compare", "plain.jsonl", "slow.jsonl", "--labbook", "third.jsonl", files=files
+        )
+        self.refused(outcome, files, "third.jsonl")
+
+    def test_nobody_is_told_to_remove_what_stands_in_the_way(self):
+        for path in ("old.md", os.devnull):
+            with self.subTest(path), FakeServer("plain") as a:
+                outcome = measure(a, None, "--save-run", path, prompts=["one"], files=self.PROMPTS)
+                self.assertEqual(outcome.code, 2)
+                self.assertNotIn("remove", outcome.err)
+
+
+@no_windows
+class PipesAndDevices(unittest.TestCase):
+    """Pipes and devices in place of files."""
+
+    def test_a_fifo_in_place_of_a_file_is_refused_and_not_waited_for(self):
+        with tempfile.TemporaryDirectory() as folder:
+            fifo = os.path.join(folder, "fifo")
+            os.mkfifo(fifo)
+            for words in (
+                ("compare", "plain.jsonl", "slow.jsonl", "--labbook", fifo),
+                ("compare", "plain.jsonl", "slow.jsonl", "--divergence-report", fifo),
+                ("compare", fifo, "slow.jsonl"),
+                ("compare", "plain.jsonl", fifo),
+                ("report", fifo),
+                ("calibrate", "--labbook", fifo),
+            ):
+                with self.subTest(words), at_most(5):
+                    outcome = run_main(*words, files=slow_pair())
+                    self.assertEqual((outcome.code, outcome.out), (2, ""))
+                    self.assertIn(fifo, outcome.err)
+
+    @unittest.skipUnless(os.path.exists("/dev/zero"), "no /dev/zero here")
+    def test_a_file_without_end_is_refused_as_input(self):
+        for words in (
+            ("--baseline-url", "http://127.0.0.1:9", "--prompts", "/dev/zero"),
+            ("report", "/dev/zero"),
+            ("compare", "/dev/zero", "/dev/zero"),
+        ):
+            outcome = run_main(*words)
+            self.assertEqual((outcome.code, outcome.err.count("\n")), (2, 1), outcome.err)
+            self.assertIn("device", outcome.err)
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
+    def test_a_notebook_that_is_a_device_is_not_read_for_regressions(self):
+        with FakeServer("plain") as a, FakeServer("plain") as b:
+            outcome = measure(
+                a, b, "--labbook", "/dev/full", "--fail-on", "regression", prompts=["one"]
+            )
+        self.assertEqual((outcome.code, outcome.out.count('"kind": "comparison"')), (1, 1))
+
+
+@no_windows
+class HeldLock(unittest.TestCase):
+    def held(self, limit, release_after=None):
+        import fcntl
+
         with (
             tempfile.TemporaryDirectory() as folder,
-            replayed("E04/baseline.json") as a,
-            replayed("E04/spec.json") as b,
+            mock.patch.object(ms, "LOCK_LIMIT_S", limit),
+            at_most(10),
         ):
-            command = [
-                sys.executable,
-                str(PROGRAM),
-                "--baseline-url",
-                a.url,
-                "--speculative-url",
-                b.url,
-                "--model",
-                "m",
-                "--warmup",
-                "0",
-                "--prompts",
-                str(CASES / "E04" / "prompts.txt"),
-                "--divergence-report",
-                "bug.md",
-                "--include-prompts",
-            ]
-            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=60)
-            asked = a.chats[0]["body"]["messages"][0]["content"]
-            return done, (pathlib.Path(folder) / "labbook.md").read_bytes(), asked
+            book = pathlib.Path(folder) / "book.md"
+            book.write_bytes(b"# Notes\n")
+            holder = os.open(book, os.O_RDWR)
+            fcntl.flock(holder, fcntl.LOCK_EX)
+            timer = threading.Timer(release_after or 60, lambda: fcntl.flock(holder, fcntl.LOCK_UN))
+            timer.daemon = True
+            timer.start()
+            try:
+                return compare(
+                    *slow_pair().items(), flags=("--quiet", "--labbook", book)
+                ), book.read_bytes()
+            finally:
+                timer.cancel()
+                os.close(holder)
 
-    def test_e04_cron_without_a_locale(self):
-        words = json.loads((CASES / "E04" / "env.json").read_text())["env"].split()[2:]
-        bare = dict(word.split("=", 1) for word in words)
-        utf8 = dict(os.environ, PYTHONUTF8="1", PYTHONIOENCODING="utf-8")
-        if os.name == "nt":
-            bare["SYSTEMROOT"] = os.environ.get("SYSTEMROOT", "")
-        done, book, asked = self.measured_under(bare)
+    def test_a_notebook_that_stays_locked_is_given_up_and_the_records_are_printed(self):
+        outcome, book = self.held(0.1)
+        self.assertEqual((outcome.code, book), (1, b"# Notes\n"))
+        self.assertRegex(outcome.err, "cannot append to .*lock.*standard output")
         self.assertEqual(
-            (done.returncode, asked), (0, "Wie gro\u00df ist ein Bakterium?"), done.stderr
+            [record["kind"] for record in strict(outcome.out.encode())],
+            ["endpoint", "endpoint", "comparison"],
         )
-        for stream in (done.stdout, done.stderr, book):
-            stream.decode("ascii")
-            self.assertNotIn(b"Traceback", stream)
-        self.assertIn(b"\\u2192 ok", done.stdout)
-        found = json.loads(book.splitlines()[-1])["text_comparison"]
-        (first,) = found["divergences"]
-        self.assertEqual(
-            (first["first_difference_at_char"], first["first_difference_at_byte"]), (12, 15)
-        )
-        self.assertEqual(first["baseline_tail"], "\u2192 ok \U0001f389")
-        _, other, _ = self.measured_under(utf8)
-        self.assertEqual(json.loads(other.splitlines()[-1])["text_comparison"], found)
+
+    def test_a_lock_that_is_given_back_in_time_is_waited_for(self):
+        outcome, book = self.held(8, release_after=0.2)
+        self.assertEqual((outcome.code, outcome.err, len(strict(book))), (0, "", 3))
 
 
 if __name__ == "__main__":

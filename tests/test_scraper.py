@@ -1,4 +1,4 @@
-"""The Prometheus scraper: pages in, samples and deltas out; and what it never takes for zero."""
+"""The Prometheus scraper: pages in, samples and growth out; and what it never takes for zero."""
 
 import email.message
 import json
@@ -11,7 +11,11 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import CASES, PAGES, Counts, FakeServer, ReplayServer, Speculation
-from tests.support import findings, measure, of_answers
+from tests.support import (
+    findings,
+    measure,
+    of_answers,
+)
 
 PROMPTS = ["first prompt of two", "second prompt of two"]
 
@@ -61,7 +65,7 @@ class SwitchingServer(ReplayServer):
         return super().next_entry(method, path)
 
 
-class Parser(unittest.TestCase):
+class PagesParsed(unittest.TestCase):
     def test_legal_lines_are_read_whatever_their_corners(self):
         for line, name, labels, value in (
             ("a 1", "a", {}, 1.0),
@@ -95,7 +99,7 @@ class Parser(unittest.TestCase):
             with self.subTest(line):
                 (found,) = ms.parse_metrics(line)
                 self.assertEqual(
-                    (name, labels, value), (found.name, dict(found.labels), found.value)
+                    (found.name, dict(found.labels), found.value), (name, labels, value)
                 )
 
     def test_special_values_are_read(self):
@@ -118,11 +122,11 @@ class Parser(unittest.TestCase):
         ):
             with self.subTest(broken):
                 self.assertEqual(
-                    {"before": 1.0, "after": 2.0}, sample_values("before 1\n%s\nafter 2" % broken)
+                    sample_values("before 1\n%s\nafter 2" % broken), {"before": 1.0, "after": 2.0}
                 )
 
     def test_line_ends_of_windows_and_a_missing_last_one_are_no_trouble(self):
-        self.assertEqual({"a": 1.0, "b": 2.0}, sample_values("a 1\r\nb 2"))
+        self.assertEqual(sample_values("a 1\r\nb 2"), {"a": 1.0, "b": 2.0})
 
     def test_type_is_known_for_a_family_and_its_parts(self):
         page = (
@@ -131,6 +135,7 @@ class Parser(unittest.TestCase):
         )
         kinds = {s.name: s.kind for s in ms.parse_metrics(page)}
         self.assertEqual(
+            kinds,
             {
                 "x_total": "counter",
                 "h_bucket": "histogram",
@@ -139,13 +144,13 @@ class Parser(unittest.TestCase):
                 "g": "gauge",
                 "none": "unknown",
             },
-            kinds,
         )
 
-    def test_case_c20_format_corners(self):
+    def test_case_c20_corners_of_the_format_are_read(self):
         page = (CASES / "C20" / "page.txt").read_bytes().decode("utf-8")
         values = {s.name: s.value for s in ms.parse_metrics(page) if math.isfinite(s.value)}
         self.assertEqual(
+            values,
             {
                 "llamacpp:tokens_predicted_total": 10,
                 "llamacpp:tokens_predicted_seconds_total": 0.5,
@@ -153,7 +158,6 @@ class Parser(unittest.TestCase):
                 "vllm:spec_decode_num_draft_tokens_total": 12,
                 "vllm:spec_decode_num_accepted_tokens_total": 6,
             },
-            values,
         )
         self.assertIn(
             'a "quoted" , name}', [v for s in ms.parse_metrics(page) for _, v in s.labels]
@@ -164,7 +168,7 @@ class Parser(unittest.TestCase):
             best = math.inf
             for _ in range(3):
                 started = time.perf_counter()
-                self.assertEqual([], [s for s in ms.parse_metrics(text) if s.value != 1.0])
+                self.assertEqual([s for s in ms.parse_metrics(text) if s.value != 1.0], [])
                 best = min(best, time.perf_counter() - started)
             return best
 
@@ -181,16 +185,16 @@ class Parser(unittest.TestCase):
                 self.assertLess(seconds(make(4000)), 40 * seconds(make(500)) + 0.01)
 
 
-class Deltas(unittest.TestCase):
+class CounterGrowth(unittest.TestCase):
     def test_case_c07_series_of_all_engines_are_summed_and_created_never(self):
         growth = growth_of("C07")
-        self.assertEqual((100, 300, 160, (80, 49, 31)), self.counts(growth))
-        self.assertEqual(275, ms.generated_tokens(growth))
+        self.assertEqual(self.counts(growth), (100, 300, 160, (80, 49, 31)))
+        self.assertEqual(ms.generated_tokens(growth), 275)
         self.assertFalse([name for name in ms.spec_delta(growth) if "_created" in name])
         told = figures_of(growth)
-        self.assertAlmostEqual(0.53333, told["rate"], 5)
-        self.assertAlmostEqual(2.6, told["mean_length"])
-        self.assertEqual([0.8, 0.49, 0.31], told["per_position"])
+        self.assertAlmostEqual(told["rate"], 0.53333, 5)
+        self.assertAlmostEqual(told["mean_length"], 2.6)
+        self.assertEqual(told["per_position"], [0.8, 0.49, 0.31])
 
     def counts(self, growth):
         found = ms.acceptance_of_counters(growth, 0)
@@ -198,11 +202,11 @@ class Deltas(unittest.TestCase):
 
     def test_case_c03_only_the_measured_model_counts(self):
         growth = growth_of("C03", "fan_before.txt", "fan_after.txt", "a")
-        self.assertEqual((30, 60, 48, (22, 15, 11)), self.counts(growth))
-        self.assertEqual(100, ms.generated_tokens(growth))
+        self.assertEqual(self.counts(growth), (30, 60, 48, (22, 15, 11)))
+        self.assertEqual(ms.generated_tokens(growth), 100)
         told = figures_of(growth)
-        self.assertAlmostEqual(2.6, told["mean_length"])
-        self.assertAlmostEqual(0.8, told["rate"])
+        self.assertAlmostEqual(told["mean_length"], 2.6)
+        self.assertAlmostEqual(told["rate"], 0.8)
         self.assertFalse(
             [name for name in ms.spec_delta(growth) if "router" in name or '"b"' in name]
         )
@@ -215,7 +219,6 @@ class Deltas(unittest.TestCase):
 
     def test_page_of_one_model_under_another_name_is_taken(self):
         self.assertEqual(
-            (30, 60, 48, (22, 15, 11)),
             self.counts(
                 ms.counter_growth(
                     *(
@@ -231,22 +234,23 @@ class Deltas(unittest.TestCase):
                     )
                 )
             ),
+            (30, 60, 48, (22, 15, 11)),
         )
 
     def test_case_c05_family_that_appears_counts_from_zero(self):
         growth = growth_of("C05", "new_before.txt", "new_after.txt")
-        self.assertEqual((87, 259, 167, (70, 55, 42)), self.counts(growth))
+        self.assertEqual(self.counts(growth), (87, 259, 167, (70, 55, 42)))
         told = figures_of(growth, 256, 1)
-        self.assertAlmostEqual(0.64479, told["rate"], 5)
-        self.assertAlmostEqual(2.9195, told["mean_length"], 4)
-        self.assertAlmostEqual(2.8977, told["tokens_per_target_step"], 4)
-        self.assertEqual([0.805, 0.632, 0.483], [round(p, 3) for p in told["per_position"]])
+        self.assertAlmostEqual(told["rate"], 0.64479, 5)
+        self.assertAlmostEqual(told["mean_length"], 2.9195, 4)
+        self.assertAlmostEqual(told["tokens_per_target_step"], 2.8977, 4)
+        self.assertEqual([round(p, 3) for p in told["per_position"]], [0.805, 0.632, 0.483])
 
     def test_case_c05_page_of_an_older_build_tells_nothing_rather_than_zero(self):
         growth = growth_of("C05", "old_before.txt", "old_after.txt")
         self.assertIsNone(ms.acceptance_of_counters(growth, 1))
-        self.assertEqual({}, ms.spec_delta(growth))
-        self.assertEqual(256, ms.generated_tokens(growth))
+        self.assertEqual(ms.spec_delta(growth), {})
+        self.assertEqual(ms.generated_tokens(growth), 256)
 
     def test_case_c08_gauge_is_never_differenced(self):
         before, after = (
@@ -254,10 +258,10 @@ class Deltas(unittest.TestCase):
             for name in ("prom_before.http", "prom_after.http")
         )
         growth = ms.counter_growth(before, after)
-        self.assertEqual([900, 450], sorted(ms.spec_delta(growth).values(), reverse=True))
+        self.assertEqual(sorted(ms.spec_delta(growth).values(), reverse=True), [900, 450])
         told = figures_of(growth, 1000, 10)
-        self.assertEqual((0.5, None, None), (told["rate"], told["steps"], told["mean_length"]))
-        self.assertAlmostEqual((1000 - 10) / (1000 - 10 - 450), told["tokens_per_target_step"])
+        self.assertEqual((told["rate"], told["steps"], told["mean_length"]), (0.5, None, None))
+        self.assertAlmostEqual(told["tokens_per_target_step"], (1000 - 10) / (1000 - 10 - 450))
 
     def test_case_c11_reset_gives_no_number_at_all(self):
         for after in ("after.txt", "after_mixed.txt"):
@@ -272,7 +276,6 @@ class Deltas(unittest.TestCase):
     def test_case_c12_nothing_accepted_is_zero_and_not_missing(self):
         told = figures_of(growth_of("C12"), 200, 0)
         self.assertEqual(
-            (600, 0, 0.0, 1.0, 1.0, 0.0),
             tuple(
                 told[name]
                 for name in (
@@ -284,27 +287,28 @@ class Deltas(unittest.TestCase):
                     "alpha",
                 )
             ),
+            (600, 0, 0.0, 1.0, 1.0, 0.0),
         )
         mixed = figures_of(growth_of("C12", after="after_mixed.txt"), 800, 0)
-        self.assertAlmostEqual(0.3333, mixed["rate"], 4)
-        self.assertAlmostEqual(2.0, mixed["mean_length"])
+        self.assertAlmostEqual(mixed["rate"], 0.3333, 4)
+        self.assertAlmostEqual(mixed["mean_length"], 2.0)
 
     def test_case_c13_positions_are_in_numeric_order(self):
         growth = growth_of("C13")
         told = figures_of(growth)
-        self.assertEqual((65, 975, 89), (told["steps"], told["drafted"], told["accepted"]))
+        self.assertEqual((told["steps"], told["drafted"], told["accepted"]), (65, 975, 89))
         self.assertEqual(
-            [0.6, 0.385, 0.215, 0.108, 0.062] + [0.0] * 10,
             [round(p, 3) for p in told["per_position"]],
+            [0.6, 0.385, 0.215, 0.108, 0.062] + [0.0] * 10,
         )
-        self.assertAlmostEqual(0.0913, told["rate"], 4)
-        self.assertAlmostEqual(2.3692, told["mean_length"], 4)
+        self.assertAlmostEqual(told["rate"], 0.0913, 4)
+        self.assertAlmostEqual(told["mean_length"], 2.3692, 4)
         self.assertAlmostEqual(told["mean_length"] - 1, sum(told["per_position"]))
-        self.assertAlmostEqual(0.578, told["alpha"], 3)
+        self.assertAlmostEqual(told["alpha"], 0.578, 3)
         names = [name for name in ms.spec_delta(growth) if "per_pos" in name]
         self.assertEqual(
-            list(range(15)),
             [int(name.partition('position="')[2].partition('"')[0]) for name in names],
+            list(range(15)),
         )
 
     def test_case_c13_conditional_rates_and_the_cliff_are_shown(self):
@@ -325,19 +329,19 @@ class Deltas(unittest.TestCase):
         growth = growth_of("C17")
         found = ms.acceptance_of_counters(growth, 200)
         told = ms.acceptance_record(of_answers(found, 16990, 200))
-        self.assertEqual(7.0, found.drafted / found.steps)
-        self.assertAlmostEqual(0.3621, told["rate"], 4)
-        self.assertAlmostEqual(3.5349, told["mean_length"], 4)
+        self.assertEqual(found.drafted / found.steps, 7.0)
+        self.assertAlmostEqual(told["rate"], 0.3621, 4)
+        self.assertAlmostEqual(told["mean_length"], 3.5349, 4)
         self.assertAlmostEqual(
-            (16990 - 200) / (16990 - 200 - 12208), told["tokens_per_target_step"]
+            told["tokens_per_target_step"], (16990 - 200) / (16990 - 200 - 12208)
         )
 
     def test_case_c19_old_names_are_known(self):
         found = ms.acceptance_of_counters(growth_of("C19"), 20)
         told = ms.acceptance_record(of_answers(found, 200, 20))
-        self.assertEqual((60, 200, 120), (found.steps, found.drafted, found.accepted))
-        self.assertAlmostEqual(0.6, told["rate"])
-        self.assertAlmostEqual(3.0, told["mean_length"])
+        self.assertEqual((found.steps, found.drafted, found.accepted), (60, 200, 120))
+        self.assertAlmostEqual(told["rate"], 0.6)
+        self.assertAlmostEqual(told["mean_length"], 3.0)
 
     def test_unknown_speculation_counters_are_kept_but_no_rate_is_made_of_them(self):
         pages = [
@@ -345,7 +349,7 @@ class Deltas(unittest.TestCase):
             for n in (3, 10)
         ]
         growth = ms.counter_growth(*map(snapshot, pages))
-        self.assertEqual({'new:draft_magic_total{x="1"}': 7}, ms.spec_delta(growth))
+        self.assertEqual(ms.spec_delta(growth), {'new:draft_magic_total{x="1"}': 7})
         self.assertIsNone(ms.acceptance_of_counters(growth, 2))
 
     def test_gauges_ratios_and_histograms_of_other_things_have_no_delta(self):
@@ -356,7 +360,7 @@ class Deltas(unittest.TestCase):
             "http_requests_accepted_total %d\nvllm:num_requests_accepted_waiting %d\n"
         )
         growth = ms.counter_growth(snapshot(page % (1, 1, 1, 1)), snapshot(page % (5, 5, 5, 5)))
-        self.assertEqual({}, {k: v for k, v in ms.spec_delta(growth).items() if "seconds" not in k})
+        self.assertEqual({k: v for k, v in ms.spec_delta(growth).items() if "seconds" not in k}, {})
 
     def test_created_of_an_openmetrics_counter_is_no_counter(self):
         page = (
@@ -364,7 +368,7 @@ class Deltas(unittest.TestCase):
             "vllm:spec_decode_num_drafts_created 1.757e+09\n# EOF\n"
         )
         growth = ms.counter_growth(snapshot(page % 5), snapshot(page % 9))
-        self.assertEqual({"vllm:spec_decode_num_drafts_total": 4}, ms.spec_delta(growth))
+        self.assertEqual(ms.spec_delta(growth), {"vllm:spec_decode_num_drafts_total": 4})
 
     def test_values_that_are_no_number_never_reach_a_delta(self):
         page = "# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total %s\n"
@@ -372,7 +376,7 @@ class Deltas(unittest.TestCase):
             with self.subTest(bad):
                 growth = ms.counter_growth(snapshot(page % "1"), snapshot(page % bad))
                 self.assertEqual(
-                    [], [s for s in growth.samples or () if not math.isfinite(s.value)]
+                    [s for s in growth.samples or () if not math.isfinite(s.value)], []
                 )
 
     def test_restart_is_found_by_each_of_its_signs(self):
@@ -418,7 +422,7 @@ class Deltas(unittest.TestCase):
         ):
             with self.subTest(name):
                 growth = ms.counter_growth(before, after)
-                self.assertEqual((is_reset, is_reset), (growth.reset, growth.samples is None))
+                self.assertEqual((growth.reset, growth.samples is None), (is_reset, is_reset))
 
     def test_growth_of_blocks_adds_up_and_one_void_block_voids_it(self):
         page = '# TYPE vllm:spec_decode_num_drafts_total counter\nvllm:spec_decode_num_drafts_total{engine="0"} %d\n'
@@ -426,11 +430,11 @@ class Deltas(unittest.TestCase):
             ms.counter_growth(snapshot(page % a), snapshot(page % b))
             for a, b in ((1, 5), (7, 10), (10, 2))
         ]
-        self.assertEqual([7.0], [s.value for s in ms.added_growth(parts[:2]).samples])
+        self.assertEqual([s.value for s in ms.added_growth(parts[:2]).samples], [7.0])
         self.assertTrue(ms.added_growth(parts).reset)
 
 
-class Recorded(unittest.TestCase):
+class RecordedPages(unittest.TestCase):
     def pages(self):
         return [
             snapshot((PAGES / ("vllm-0.32.0-ngram-k4.%s.txt" % when)).read_text("utf-8"), "smol")
@@ -441,13 +445,13 @@ class Recorded(unittest.TestCase):
         growth = ms.counter_growth(*self.pages())
         found = ms.acceptance_of_counters(growth, 1)
         self.assertEqual(
-            (14, 56, 56, (14, 14, 14, 14)),
             (found.steps, found.drafted, found.accepted, found.per_position),
+            (14, 56, 56, (14, 14, 14, 14)),
         )
-        self.assertEqual(80, ms.generated_tokens(growth))
-        self.assertEqual(23, ms.target_steps(of_answers(found, 80, 1)))
-        self.assertEqual(9, ms.target_steps(of_answers(found, 80, 1)) - found.steps)
-        self.assertEqual(1.0, ms.acceptance_record(of_answers(found, 80, 1))["alpha"])
+        self.assertEqual(ms.generated_tokens(growth), 80)
+        self.assertEqual(ms.target_steps(of_answers(found, 80, 1)), 23)
+        self.assertEqual(ms.target_steps(of_answers(found, 80, 1)) - found.steps, 9)
+        self.assertEqual(ms.acceptance_record(of_answers(found, 80, 1))["alpha"], 1.0)
 
     def test_recorded_vllm_server_is_measured_by_the_whole_program(self):
         head = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
@@ -473,18 +477,18 @@ class Recorded(unittest.TestCase):
         record = outcome.endpoint("speculative")
         told = record["acceptance"]
         self.assertEqual(
-            (14, 56, 56, 1.0), (told["steps"], told["drafted"], told["accepted"], told["rate"])
+            (told["steps"], told["drafted"], told["accepted"], told["rate"]), (14, 56, 56, 1.0)
         )
-        self.assertEqual([1.0] * 4, told["per_position"])
-        self.assertAlmostEqual(79 / 23, told["tokens_per_target_step"])
+        self.assertEqual(told["per_position"], [1.0] * 4)
+        self.assertAlmostEqual(told["tokens_per_target_step"], 79 / 23)
         self.assertEqual(
-            (80, "vllm", []),
             (record["output_tokens"], record["engine"], [f["finding"] for f in record["audit"]]),
+            (80, "vllm", []),
         )
-        self.assertEqual(766296064, record["server"]["resident_bytes"])
+        self.assertEqual(record["server"]["resident_bytes"], 766296064)
 
 
-class Unavailable(unittest.TestCase):
+class PagesUnavailable(unittest.TestCase):
     def test_what_is_no_metrics_page_is_unavailable_with_a_hint_and_never_zero(self):
         for page, words in (
             ((401, "application/json", b'{"error":{"message":"no key"}}'), ["HTTP 401", "key"]),
@@ -509,7 +513,7 @@ class Unavailable(unittest.TestCase):
             ):
                 outcome = measure(None, server, prompts=PROMPTS)
                 record = outcome.endpoint("speculative")
-                self.assertEqual(0, outcome.code)
+                self.assertEqual(outcome.code, 0)
                 self.assertIsNone(record["spec_metrics_delta"])
                 self.assertIsNone(record["acceptance"])
                 detail = findings(record)["metrics-unavailable"]["detail"]
@@ -530,28 +534,28 @@ class Unavailable(unittest.TestCase):
     def test_page_that_hangs_costs_the_side_timeout_and_no_more(self):
         with FakeServer("vllm", page_faults={"/metrics": ["hang"]}, repeat_fault=True) as server:
             record = measure(server, None, "--timeout", "0.3", prompts=PROMPTS).endpoint()
-        self.assertEqual((2, None), (record["completed"], record["spec_metrics_delta"]))
+        self.assertEqual((record["completed"], record["spec_metrics_delta"]), (2, None))
         self.assertIn("metrics-unavailable", findings(record))
 
     def test_page_without_speculation_counters_is_an_empty_delta_and_not_a_missing_one(self):
         with FakeServer("vllm") as server:
             self.assertEqual(
-                {}, measure(server, None, prompts=PROMPTS).endpoint()["spec_metrics_delta"]
+                measure(server, None, prompts=PROMPTS).endpoint()["spec_metrics_delta"], {}
             )
 
     def test_case_c01_metrics_off_costs_the_counters_only(self):
         with ReplayServer("routes.json", CASES / "C01") as server:
             outcome = measure(None, server, "--model", "m", "--warmup", "0", prompts=["one"])
         record = outcome.endpoint("speculative")
-        self.assertEqual(0, outcome.code)
+        self.assertEqual(outcome.code, 0)
         detail = findings(record)["metrics-unavailable"]["detail"]
         self.assertIn("501", detail)
         self.assertIn("--metrics", detail)
         self.assertIsNone(record["spec_metrics_delta"])
         told = record["acceptance"]
-        self.assertAlmostEqual(0.6667, told["rate"], 4)
-        self.assertAlmostEqual(39 / 19, told["tokens_per_target_step"])
-        self.assertAlmostEqual(50.0, record["decode_tokens_per_s"])
+        self.assertAlmostEqual(told["rate"], 0.6667, 4)
+        self.assertAlmostEqual(told["tokens_per_target_step"], 39 / 19)
+        self.assertAlmostEqual(record["decode_tokens_per_s"], 50.0)
 
     def test_case_c03_router_that_wants_the_model_is_asked_again_with_it(self):
         with ReplayServer("routes.json", CASES / "C03") as server:
@@ -559,12 +563,12 @@ class Unavailable(unittest.TestCase):
                 ms.Endpoint("speculative", server.url, server.root, "a")
             )
             self.assertTrue(endpoint.metrics_url.endswith("/metrics?model=a"))
-            self.assertEqual([5.0], [s.value for s in page.samples])
+            self.assertEqual([s.value for s in page.samples], [5.0])
 
     def test_model_name_in_the_address_of_the_page_is_encoded(self):
         with ReplayServer("routes.json", CASES / "C03") as server:
             ms.find_metrics(ms.Endpoint("speculative", server.url, server.root, "org/a b&c"))
-            self.assertEqual("/metrics?model=org%2Fa%20b%26c", server.requests[-1]["path"])
+            self.assertEqual(server.requests[-1]["path"], "/metrics?model=org%2Fa%20b%26c")
 
     def test_case_c08_json_page_leads_to_the_prometheus_page_beside_it(self):
         with ReplayServer("routes.json", CASES / "C08") as server:
@@ -574,7 +578,7 @@ class Unavailable(unittest.TestCase):
             growth = ms.counter_growth(before, ms.metrics_snapshot(endpoint))
         self.assertTrue(endpoint.metrics_url.endswith("/prometheus/metrics"))
         self.assertEqual(
-            (900, 450), (lambda a: (a.drafted, a.accepted))(ms.acceptance_of_counters(growth, 0))
+            (lambda a: (a.drafted, a.accepted))(ms.acceptance_of_counters(growth, 0)), (900, 450)
         )
 
     def test_tensorrt_iteration_records_are_never_drained(self):
@@ -605,10 +609,18 @@ class Unavailable(unittest.TestCase):
                     for r in fake.requests
                     if r["path"] == "/metrics"
                 ]
-                self.assertEqual({sent}, set(keys))
+                self.assertEqual(set(keys), {sent})
+
+    def test_a_page_that_is_no_metrics_page_is_named_by_its_address(self):
+        for page in ([], "<html>", "no samples here"):
+            with self.subTest(page), FakeServer("plain", pages={"/metrics": page}) as server:
+                found = findings(measure(server, None, prompts=["one"]).endpoint())[
+                    "metrics-unavailable"
+                ]
+                self.assertIn("%s/" % server.root, found["detail"])
 
 
-class Settling(unittest.TestCase):
+class CountersThatSettle(unittest.TestCase):
     def test_late_counters_are_waited_for(self):
         """An engine may send an answer before it counts it."""
         for engine in ("llama.cpp", "vllm", "sglang", "lmdeploy", "tgi"):
@@ -623,8 +635,8 @@ class Settling(unittest.TestCase):
                         "speculative"
                     )
                     self.assertEqual(
-                        (server.truth.steps, server.truth.accepted),
                         (record["acceptance"]["steps"], record["acceptance"]["accepted"]),
+                        (server.truth.steps, server.truth.accepted),
                     )
                     self.assertNotIn("sources-disagree", findings(record))
 
@@ -651,7 +663,7 @@ class Settling(unittest.TestCase):
             before = ms.metrics_snapshot(endpoint_for(server))
             with mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0):
                 ms.settled_snapshot(endpoint_for(server), before, 0)
-            self.assertEqual(3, len(server.requests))
+            self.assertEqual(len(server.requests), 3)
 
     def test_counters_that_still_grow_are_read_until_they_rest(self):
         values = iter([0, 10, 20, 30, 30, 30])
@@ -660,7 +672,7 @@ class Settling(unittest.TestCase):
             before = ms.metrics_snapshot(endpoint_for(server))
             with mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0):
                 after = ms.settled_snapshot(endpoint_for(server), before, 100)
-        self.assertEqual([30.0], [s.value for s in ms.counter_growth(before, after).samples])
+        self.assertEqual([s.value for s in ms.counter_growth(before, after).samples], [30.0])
 
     def test_warm_up_is_not_in_the_delta(self):
         with FakeServer("vllm", speculation=Speculation(4, (4, 2, 0))) as server:
@@ -671,10 +683,10 @@ class Settling(unittest.TestCase):
             for name, value in record["spec_metrics_delta"].items()
             if "num_drafts" in name
         }
-        self.assertEqual([truth.steps], list(counts.values()))
+        self.assertEqual(list(counts.values()), [truth.steps])
 
 
-class Recording(unittest.TestCase):
+class CountersInRecords(unittest.TestCase):
     def test_delta_is_written_with_positions_in_numeric_order(self):
         with FakeServer("vllm", speculation=Speculation(12, (12, 11, 3)), words=80) as server:
             outcome = measure(None, server, prompts=PROMPTS)
@@ -685,8 +697,8 @@ class Recording(unittest.TestCase):
         delta = next(value for name, value in pairs if name == "spec_metrics_delta")
         names = [name for name, _ in delta if "per_pos" in name]
         self.assertEqual(
-            [str(i) for i in range(12)],
             [name.partition('position="')[2].partition('"')[0] for name in names],
+            [str(i) for i in range(12)],
         )
         self.assertFalse([name for name, _ in delta if "_created" in name])
 
@@ -695,14 +707,14 @@ class Recording(unittest.TestCase):
             record = measure(None, server, prompts=PROMPTS).endpoint("speculative")
             mean = server.truth.mean_length
         self.assertEqual(
-            ["sglang:spec_verify_calls_total"],
             [name.partition("{")[0] for name in record["spec_metrics_delta"]],
+            ["sglang:spec_verify_calls_total"],
         )
         gauges = {
             name.partition("{")[0]: value for name, value in record["spec_metrics_gauges"].items()
         }
-        self.assertEqual({"sglang:spec_accept_length", "sglang:spec_accept_rate"}, set(gauges))
-        self.assertAlmostEqual(mean, gauges["sglang:spec_accept_length"])
+        self.assertEqual(set(gauges), {"sglang:spec_accept_length", "sglang:spec_accept_rate"})
+        self.assertAlmostEqual(gauges["sglang:spec_accept_length"], mean)
 
     def test_no_value_that_is_not_json_reaches_a_file(self):
         bad = "\n".join(
@@ -726,7 +738,7 @@ class Recording(unittest.TestCase):
             FakeServer("vllm", pages={"/metrics": bad}, details=False) as b,
         ):
             outcome = measure(a, b, "--save-run", "run.jsonl", prompts=PROMPTS)
-        self.assertEqual(0, outcome.code)
+        self.assertEqual(outcome.code, 0)
         for name in ("labbook.md", "run.jsonl"):
             for line in outcome.files[name].decode().splitlines():
                 if line.startswith("{"):
@@ -769,10 +781,27 @@ class LongLivedLlama(unittest.TestCase):
                 outcome, truth = self.measured(tokens)
                 told = outcome.endpoint("speculative")["acceptance"]
                 self.assertEqual(
-                    (truth.drafted, truth.accepted), (told["drafted"], told["accepted"])
+                    (told["drafted"], told["accepted"]), (truth.drafted, truth.accepted)
                 )
                 self.assertIn(told["steps"], (None, truth.steps))
                 self.assertIn(told["mean_length"], (None, truth.mean_length))
+
+
+class AbsurdPages(unittest.TestCase):
+    def test_counters_and_gauges_beyond_all_measure_end_nothing(self):
+        for lines in (
+            "vllm:num_requests_running 1e308\nvllm:num_requests_waiting 1e308\n",
+            "vllm:num_requests_running -5\n",
+            'vllm:spec_decode_num_draft_tokens_total{a="1"} 1e308\nvllm:spec_decode_num_draft_tokens_total{a="2"} 1e308\n',
+            'vllm:generation_tokens_total{a="1"} 1e308\nvllm:generation_tokens_total{a="2"} 1e308\n',
+            'vllm:cache_config_info{num_gpu_blocks="\u00b2",block_size="16"} 1\n',
+            'vllm:cache_config_info{num_gpu_blocks="%s",block_size="16"} 1\n' % ("9" * 5000),
+        ):
+            page = (200, "text/plain", lines.encode())
+            with self.subTest(lines[:60]), FakeServer("vllm", pages={"/metrics": page}) as server:
+                outcome = measure(server, None, prompts=["one"])
+                self.assertEqual((outcome.code, len(outcome.records)), (0, 1), outcome.err)
+                self.assertNotIn("busy", findings(outcome.endpoint()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The audit: each finding is raised when it should be, and none on a clean run."""
+"""Findings of a comparison: each is raised when it should be, and none on a clean run."""
 
 import dataclasses
 import functools
@@ -9,7 +9,10 @@ from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import Counts, FakeServer, Speculation, sum_counts
-from tests.support import findings, measure
+from tests.support import (
+    findings,
+    measure,
+)
 
 TWO = ["first prompt of two", "second prompt of two"]
 MANY = ["prompt number %d of many" % i for i in range(12)]
@@ -48,7 +51,7 @@ def at_prompt(prompt, action):
     return answers
 
 
-class Clean(unittest.TestCase):
+class CleanRuns(unittest.TestCase):
     def test_clean_run_has_no_finding(self):
         for engine in (
             "llama.cpp",
@@ -61,14 +64,14 @@ class Clean(unittest.TestCase):
         ):
             with self.subTest(engine):
                 outcome, _, _ = run_pair(engine, MANY)
-                self.assertEqual({}, all_findings(outcome))
+                self.assertEqual(all_findings(outcome), {})
                 self.assertNotIn("Note:", outcome.out)
 
     def test_clean_run_of_an_engine_without_metrics_has_no_other_finding(self):
         for engine in ("mlx-vlm", "lm-studio", "tabbyapi", "koboldcpp"):
             with self.subTest(engine):
                 outcome, _, _ = run_pair(engine, MANY)
-                self.assertEqual({"metrics-unavailable"}, set(all_findings(outcome)))
+                self.assertEqual(set(all_findings(outcome)), {"metrics-unavailable"})
 
     def test_clean_run_of_several_rounds_and_kinds_of_work_has_no_finding(self):
         lines = "".join(
@@ -83,7 +86,7 @@ class Clean(unittest.TestCase):
                 outcome = measure(
                     a, b, "--prompts", "p.jsonl", "--repeats", "2", files={"p.jsonl": lines}
                 )
-                self.assertEqual(set(), set(all_findings(outcome)) - {"stalls"})
+                self.assertEqual(set(all_findings(outcome)) - {"stalls"}, set())
 
     def test_findings_are_entries_with_a_name_and_words(self):
         outcome, _, _ = run_pair(candidate={"foreign": 9, "context": 99, "cached": 7})
@@ -94,7 +97,7 @@ class Clean(unittest.TestCase):
                 self.assertIn("[%s]" % entry["finding"], outcome.out)
 
 
-class Counters(unittest.TestCase):
+class FindingsOnCounters(unittest.TestCase):
     def setUp(self):  # counters that never catch up are part of these tests
         patch = mock.patch.object(ms, "SETTLE_LIMIT_S", 0.1)
         patch.start()
@@ -115,7 +118,7 @@ class Counters(unittest.TestCase):
                 self.assertNotIn("foreign-traffic", findings(record))
                 self.assertNotIn("counter-reset", findings(outcome.endpoint("baseline")))
                 self.assertIsNotNone(record["output_tokens_per_s"])
-                self.assertEqual(2, outcome.comparison()["text_comparison"]["identical"])
+                self.assertEqual(outcome.comparison()["text_comparison"]["identical"], 2)
                 if engine in ("lmdeploy", "vllm-old"):
                     self.assertIsNone(record["acceptance"])
 
@@ -124,15 +127,15 @@ class Counters(unittest.TestCase):
             b.answers = at_prompt(TWO[1], b.restart)
             told = measure(None, b, prompts=TWO).endpoint("speculative")["acceptance"]
             truth = sum_counts(b.given[1:])
-        self.assertEqual((truth.drafted, truth.accepted), (told["drafted"], told["accepted"]))
+        self.assertEqual((told["drafted"], told["accepted"]), (truth.drafted, truth.accepted))
 
     def test_foreign_traffic_is_counted_to_the_token(self):
         for engine in COUNTING:
             with self.subTest(engine):
                 outcome, _, _ = run_pair(engine, candidate={"foreign": 9})
                 self.assertEqual(
-                    9 * 2,
                     findings(outcome.endpoint("speculative"))["foreign-traffic"]["foreign_tokens"],
+                    9 * 2,
                 )
                 self.assertNotIn("foreign-traffic", findings(outcome.endpoint("baseline")))
                 self.assertIn("18 tokens", outcome.out)
@@ -140,7 +143,7 @@ class Counters(unittest.TestCase):
     def test_foreign_traffic_on_the_baseline_is_found_too(self):
         outcome, _, _ = run_pair("vllm", baseline={"foreign": 5})
         self.assertEqual(
-            10, findings(outcome.endpoint("baseline"))["foreign-traffic"]["foreign_tokens"]
+            findings(outcome.endpoint("baseline"))["foreign-traffic"]["foreign_tokens"], 10
         )
 
     def test_one_answer_of_a_second_client_is_found(self):
@@ -149,10 +152,10 @@ class Counters(unittest.TestCase):
                 TWO[1], lambda: b.generate(40)
             )  # while the other arm is being asked
             self.assertEqual(
-                40,
                 findings(measure(a, b, prompts=TWO).endpoint("speculative"))["foreign-traffic"][
                     "foreign_tokens"
                 ],
+                40,
             )
 
     def test_traffic_between_the_blocks_is_found(self):
@@ -175,9 +178,9 @@ class Counters(unittest.TestCase):
 
             with mock.patch.object(ms, "execute", between):
                 outcome = measure(None, b, "--prompts", "p.jsonl", files={"p.jsonl": lines})
-            self.assertEqual(2, len(taken))
+            self.assertEqual(len(taken), 2)
             self.assertEqual(
-                30, findings(outcome.endpoint("speculative"))["foreign-traffic"]["foreign_tokens"]
+                findings(outcome.endpoint("speculative"))["foreign-traffic"]["foreign_tokens"], 30
             )
 
     def test_traffic_before_the_measurement_is_nobody_s_business(self):
@@ -193,7 +196,7 @@ class Counters(unittest.TestCase):
             with self.subTest(extra), FakeServer("vllm", words=100, speculation=PATTERN) as server:
                 server.answers = at_prompt(TWO[1], functools.partial(server.generate, extra))
                 self.assertEqual(
-                    is_found, "foreign-traffic" in all_findings(measure(None, server, prompts=TWO))
+                    "foreign-traffic" in all_findings(measure(None, server, prompts=TWO)), is_found
                 )
 
     def test_sources_that_disagree_are_named_and_the_answers_believed(self):
@@ -203,10 +206,10 @@ class Counters(unittest.TestCase):
         self.assertIn(str(truth.drafted), detail)
         self.assertIn("answers", detail)
         self.assertEqual(
-            (truth.steps, truth.drafted, truth.accepted),
             tuple(record["acceptance"][name] for name in ("steps", "drafted", "accepted")),
+            (truth.steps, truth.drafted, truth.accepted),
         )
-        self.assertEqual("response", record["acceptance"]["source"])
+        self.assertEqual(record["acceptance"]["source"], "response")
 
     def test_engine_without_both_sources_cannot_disagree(self):
         for engine in ("lmdeploy", "lm-studio"):
@@ -235,8 +238,8 @@ class Counters(unittest.TestCase):
             )
             outcome = measure(None, server, prompts=TWO)
         record = outcome.endpoint("speculative")
-        self.assertEqual(2.0, record["acceptance"]["rate"])
-        self.assertEqual(2.0, findings(record)["rate-above-one"]["rate"])
+        self.assertEqual(record["acceptance"]["rate"], 2.0)
+        self.assertEqual(findings(record)["rate-above-one"]["rate"], 2.0)
         self.assertIn("[rate-above-one]", outcome.out)
 
     def test_unknown_speculation_counters_are_said_to_be_unknown(self):
@@ -244,7 +247,7 @@ class Counters(unittest.TestCase):
         with FakeServer("plain") as server:
             server.pages["/metrics"] = lambda: page % (7 * len(server.given))
             record = measure(None, server, prompts=TWO).endpoint("speculative")
-        self.assertEqual({"odd:draft_magic_total": 14}, record["spec_metrics_delta"])
+        self.assertEqual(record["spec_metrics_delta"], {"odd:draft_magic_total": 14})
         self.assertIsNone(record["acceptance"])
         self.assertIn("unknown kind", findings(record)["metrics-unavailable"]["detail"])
 
@@ -256,7 +259,7 @@ class Counters(unittest.TestCase):
         self.assertNotIn("metrics-unavailable", findings(outcome.endpoint("baseline")))
 
 
-class Drafting(unittest.TestCase):
+class FindingsOnDrafting(unittest.TestCase):
     def test_baseline_that_drafts_is_found(self):
         for engine in (
             "llama.cpp",
@@ -279,7 +282,7 @@ class Drafting(unittest.TestCase):
     def test_drafting_server_measured_alone_is_no_finding(self):
         with FakeServer("llama.cpp", speculation=PATTERN) as server:
             for arms in ((server, None), (None, server)):
-                self.assertEqual({}, all_findings(measure(*arms, prompts=TWO)))
+                self.assertEqual(all_findings(measure(*arms, prompts=TWO)), {})
 
     def test_candidate_that_never_drafts_gets_no_verdict(self):
         for engine in ("llama.cpp", "ik_llama.cpp", "mlx-vlm", "vllm", "lmdeploy", "tgi"):
@@ -288,7 +291,7 @@ class Drafting(unittest.TestCase):
                 record = outcome.comparison()
                 self.assertIn("not-drafting", findings(record))
                 self.assertIsNone(record["verdict"])
-                self.assertEqual([None], [part["verdict"] for part in record["workloads"]])
+                self.assertEqual([part["verdict"] for part in record["workloads"]], [None])
                 self.assertIsNotNone(record["speedup"])
                 self.assertIn("DID NOT RUN", outcome.out)
                 self.assertNotIn("PAYS", outcome.out)
@@ -334,14 +337,14 @@ class Drafting(unittest.TestCase):
             "sglang", metrics=False, details=False, candidate={"counted_before": past}
         )
         record = outcome.endpoint("speculative")
-        self.assertEqual(3.0, findings(record)["lifetime-only"]["mean_length"])
+        self.assertEqual(findings(record)["lifetime-only"]["mean_length"], 3.0)
         self.assertIsNone(record["acceptance"])
         self.assertIn("[lifetime-only]", outcome.out)
         outcome, _, _ = run_pair("sglang", candidate={"counted_before": past})
         self.assertNotIn("lifetime-only", all_findings(outcome))
 
 
-class Servers(unittest.TestCase):
+class FindingsOnServers(unittest.TestCase):
     def test_differences_between_the_servers_are_found_and_named(self):
         """(finding, engine, options of the candidate, words in the detail)"""
         props = {
@@ -371,7 +374,7 @@ class Servers(unittest.TestCase):
                     else {}
                 )
                 outcome, _, _ = run_pair(engine, MANY, baseline=base, candidate=options)
-                self.assertEqual({name}, set(all_findings(outcome)))
+                self.assertEqual(set(all_findings(outcome)), {name})
                 for word in words:
                     self.assertIn(word, findings(outcome.comparison())[name]["detail"])
 
@@ -407,15 +410,15 @@ class Servers(unittest.TestCase):
             with self.subTest(engine):
                 outcome, _, _ = run_pair(engine, MANY, candidate={"cached": 3})
                 entry = findings(outcome.comparison())["cache-differs"]
-                self.assertEqual((0, 36), (entry["baseline"], entry["speculative"]))
+                self.assertEqual((entry["baseline"], entry["speculative"]), (0, 36))
                 outcome, _, _ = run_pair(engine, MANY, cached=3)
-                self.assertEqual({}, all_findings(outcome))
+                self.assertEqual(all_findings(outcome), {})
 
     def test_busy_server_is_found_and_said_before_the_run(self):
         for engine in ("llama.cpp", "vllm", "sglang", "lmdeploy", "tgi", "tensorrt-llm"):
             with self.subTest(engine):
                 outcome, _, _ = run_pair(engine, candidate={"busy": (1, 2)})
-                self.assertEqual(3, findings(outcome.endpoint("speculative"))["busy"]["requests"])
+                self.assertEqual(findings(outcome.endpoint("speculative"))["busy"]["requests"], 3)
                 self.assertNotIn("busy", findings(outcome.endpoint("baseline")))
                 self.assertIn("busy", outcome.err)
 
@@ -424,7 +427,7 @@ class Servers(unittest.TestCase):
             "llama.cpp", speculation=PATTERN, cached=lambda prompt, nth: 2 * nth
         ) as server:
             outcome = measure(server, server, prompts=MANY)
-        self.assertEqual({"same-server"}, set(all_findings(outcome)))
+        self.assertEqual(set(all_findings(outcome)), {"same-server"})
         self.assertIsNotNone(outcome.comparison()["verdict"])
 
     def test_same_process_behind_two_addresses_is_the_same_server(self):
@@ -461,8 +464,8 @@ class Servers(unittest.TestCase):
         ):
             outcome = measure(a, b, prompts=TWO)
         told = [outcome.endpoint(arm)["server"] for arm in ("baseline", "speculative")]
-        self.assertEqual([16000, 9600], [server["cache_tokens"] for server in told])
-        self.assertEqual([800 << 20, 900 << 20], [server["resident_bytes"] for server in told])
+        self.assertEqual([server["cache_tokens"] for server in told], [16000, 9600])
+        self.assertEqual([server["resident_bytes"] for server in told], [800 << 20, 900 << 20])
         (line,) = [x for x in outcome.out.splitlines() if x.startswith("Memory:")]
         for word in ("16000", "9600", "800 MiB", "900 MiB"):
             self.assertIn(word, line)
@@ -474,7 +477,7 @@ class Servers(unittest.TestCase):
         )
         with FakeServer("vllm", pages={"/metrics": page}) as server:
             self.assertEqual(
-                3200, measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"]
+                measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"], 3200
             )
 
     def test_memory_of_llama_is_its_context_for_each_slot(self):
@@ -489,24 +492,48 @@ class Servers(unittest.TestCase):
         ):
             with FakeServer("llama.cpp", pages={"/props": props, "/slots": slots}) as server:
                 self.assertEqual(
-                    8192, measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"]
+                    measure(server, None, prompts=TWO).endpoint()["server"]["cache_tokens"], 8192
                 )
 
     def test_server_that_tells_no_memory_gets_no_line(self):
         outcome, _, _ = run_pair("plain")
         self.assertNotIn("Memory:", outcome.out)
 
+    def test_servers_split_over_different_numbers_of_devices_are_told_apart(self):
+        """Case A08: the same model on one and on four devices is no comparison of speculation."""
 
-class Answers(unittest.TestCase):
+        def info(size):
+            return {
+                "/server_info": {"version": "0.5", "tp_size": size},
+                "/get_server_info": {"version": "0.5", "tp_size": size},
+            }
+
+        for sizes in ((1, 4), (4, 4)):
+            with (
+                self.subTest(sizes),
+                FakeServer("sglang", pages=info(sizes[0])) as a,
+                FakeServer("sglang", pages=info(sizes[1]), speculation=Speculation()) as b,
+            ):
+                details = [
+                    entry["detail"]
+                    for entry in measure(a, b, prompts=["one", "two"]).comparison()["audit"]
+                ]
+                self.assertEqual(
+                    any("tensor parallel size" in detail for detail in details),
+                    sizes[0] != sizes[1],
+                )
+
+
+class FindingsOnAnswers(unittest.TestCase):
     def test_bytes_that_are_no_text_are_found(self):
         for flags in ((), ("--no-stream",)):
             with self.subTest(flags):
                 outcome, _, _ = run_pair(flags=flags, candidate={"faults": [None, "bad-utf8"]})
                 self.assertEqual(
-                    1, findings(outcome.endpoint("speculative"))["undecodable-text"]["count"]
+                    findings(outcome.endpoint("speculative"))["undecodable-text"]["count"], 1
                 )
                 self.assertNotIn("undecodable-text", findings(outcome.endpoint("baseline")))
-                self.assertEqual(0, outcome.code)
+                self.assertEqual(outcome.code, 0)
 
     def test_missing_token_counts_are_found_and_rates_left_out(self):
         outcome, _, _ = run_pair(candidate={"usage": False})
@@ -525,9 +552,9 @@ class Answers(unittest.TestCase):
             with self.subTest(len(prompts)):
                 outcome, _, _ = run_pair(prompts=prompts)
                 found = findings(outcome.comparison())
-                self.assertEqual(is_found, "few-prompts" in found)
+                self.assertEqual("few-prompts" in found, is_found)
                 if is_found:
-                    self.assertEqual(len(prompts), found["few-prompts"]["prompts"])
+                    self.assertEqual(found["few-prompts"]["prompts"], len(prompts))
 
     def test_one_stalled_answer_is_found_and_kept(self):
         pace = {"token_delay_s": 0.001, "words": 8}
@@ -539,24 +566,51 @@ class Answers(unittest.TestCase):
             outcome = measure(a, b, "--repeats", "3", prompts=MANY[:6])
         self.assertGreaterEqual(findings(outcome.comparison())["stalls"]["count"], 1)
         self.assertEqual(
-            (18, 18),
             (
                 outcome.endpoint("speculative")["requests"],
                 outcome.endpoint("speculative")["completed"],
             ),
+            (18, 18),
         )
         self.assertGreater(outcome.endpoint("speculative")["latency_s"]["max"], 0.5)
 
     def test_waiting_for_a_server_is_found_and_not_timed(self):
         outcome, _, _ = run_pair(candidate={"faults": [None, "503-retry-after", "429-retry-after"]})
         record = outcome.endpoint("speculative")
-        self.assertEqual(1, findings(record)["waited"]["count"])
-        self.assertEqual((2, 0), (record["completed"], record["failed"]))
+        self.assertEqual(findings(record)["waited"]["count"], 1)
+        self.assertEqual((record["completed"], record["failed"]), (2, 0))
         self.assertNotIn("waited", findings(outcome.endpoint("baseline")))
 
     def test_warm_up_trouble_is_no_finding(self):
         outcome, _, _ = run_pair(prompts=MANY, candidate={"faults": ["503-retry-after"]})
-        self.assertEqual({}, all_findings(outcome))
+        self.assertEqual(all_findings(outcome), {})
+
+
+class OneServerAsBothArms(unittest.TestCase):
+    NOISE = "measures the noise"
+
+    def measured(self, *flags):
+        with FakeServer("vllm", speculation=Speculation(only_with="speculate")) as server:
+            return measure(server, server, *flags, prompts=["prompt %d" % i for i in range(3)])
+
+    def test_requests_that_switch_the_draft_make_it_no_noise_check(self):
+        outcome = self.measured("--speculative-extra-body", '{"speculate": true}')
+        found = findings(outcome.comparison())["same-server"]
+        self.assertNotIn(self.NOISE, found["detail"])
+        self.assertNotIn(self.NOISE, outcome.out)
+        self.assertNotIn("nothing to explain", outcome.out)
+        self.assertIsNotNone(outcome.comparison()["verdict"])
+        self.assertGreater(outcome.comparison()["acceptance"]["drafted"], 0)
+
+    def test_a_switch_that_switched_nothing_is_said(self):
+        outcome = self.measured("--speculative-extra-body", '{"other": true}')
+        self.assertIn("not-drafting", findings(outcome.comparison()))
+        self.assertIsNone(outcome.comparison()["verdict"])
+
+    def test_the_same_requests_make_it_a_noise_check(self):
+        for flags in ((), ("--extra-body", '{"speculate": true}')):
+            outcome = self.measured(*flags)
+            self.assertIn(self.NOISE, findings(outcome.comparison())["same-server"]["detail"])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,22 @@
-"""Under load: levels, blocks, queueing, the crossover, failures."""
+"""Measurement: levels of load, servers that fail or refuse at a level, queueing, the crossover."""
 
 import json
 import re
 import threading
 import unittest
+from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import FakeServer, Speculation, sum_counts
-from tests.support import measure, run_main
+from tests.support import (
+    ALARMS,
+    REFUSED,
+    SAVE,
+    canned,
+    findings,
+    measure,
+    run_main,
+)
 
 PROMPTS = ["prompt %d" % i for i in range(4)]
 
@@ -53,50 +62,7 @@ class Together:
         self.most = max(self.most, self.server.running + 1)
 
 
-def findings(record):
-    return [found["finding"] for found in record["audit"]]
-
-
-class Blocks(unittest.TestCase):
-    def arms(self, *args, **options):
-        plan = ms.make_plan(*args, **options)
-        self.assertTrue(all(len({shot.arm for shot in block.shots}) == 1 for block in plan))
-        return [block.shots[0].arm for block in plan]
-
-    def test_blocks_alternate_abba(self):
-        self.assertEqual(self.arms(["a", "a"], 4, 2, concurrency=2), [0, 1, 1, 0, 0, 1, 1, 0])
-        self.assertEqual(self.arms(["a", "b", "c"], 1, 2, concurrency=2), [0, 1, 1, 0, 0, 1])
-
-    def test_each_round_starts_with_the_other_order(self):
-        for kinds in (1, 2, 3, 4):
-            plan = self.arms([str(i) for i in range(kinds)], 2, 2, concurrency=4)
-            self.assertEqual((plan[0], plan[2 * kinds]), (0, 1), kinds)
-
-    def test_both_servers_get_the_same_requests_in_every_block(self):
-        plan = ms.make_plan(["a", "a", "b"], 2, 2, concurrency=3)
-        for first, second in zip(plan[::2], plan[1::2]):
-            self.assertEqual(
-                [(s.prompt, s.repeat) for s in first.shots],
-                [(s.prompt, s.repeat) for s in second.shots],
-            )
-
-    def test_a_request_is_never_planned_twice_under_one_name(self):
-        """Comparison is by prompt and repeat: two requests with one name would be taken for each other."""
-        for level in (2, 10, 64):
-            names = [
-                (s.arm, s.prompt, s.repeat)
-                for block in ms.make_plan(["a", "a", "b"], 3, 2, concurrency=level)
-                for s in block.shots
-            ]
-            self.assertEqual(len(names), len(set(names)))
-
-    def test_a_block_is_long_enough_to_keep_the_level_filled(self):
-        for level in (2, 10, 64):
-            for block in ms.make_plan(["a"] * 5 + ["b"], 1, 2, concurrency=level):
-                self.assertGreaterEqual(len(block.shots), 2 * level)
-
-
-class Levels(unittest.TestCase):
+class LevelsOfLoad(unittest.TestCase):
     def test_each_level_has_its_own_records_under_the_same_labels(self):
         with FakeServer() as a, FakeServer(speculation=Speculation(4, (2,))) as b:
             outcome = measure(a, b, "--concurrency", "1,2,4", "--label", "load", prompts=PROMPTS)
@@ -246,7 +212,7 @@ class Queueing(unittest.TestCase):
         self.assertNotIn("queueing", findings(outcome.endpoint()))
 
 
-class Failures(unittest.TestCase):
+class FailuresUnderLoad(unittest.TestCase):
     def test_a_block_with_a_failure_is_in_no_figure(self):
         """The candidate's second block (8 requests) has one that fails at once; the first pair of blocks remains."""
         with (
@@ -314,6 +280,46 @@ class Failures(unittest.TestCase):
             thread.join(5)
         self.assertFalse([t for t in left if t.is_alive()])
 
+    def test_a_system_without_further_threads_keeps_the_levels_before(self):
+        real = threading.Thread.start
+
+        def start(thread):
+            if thread._target.__name__ == "work":
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        for levels, records in (("2", 0), ("1,2", 3)):
+            with (
+                self.subTest(levels),
+                FakeServer("plain") as a,
+                FakeServer("plain") as b,
+                mock.patch.object(threading.Thread, "start", start),
+            ):
+                outcome = measure(a, b, "--concurrency", levels, prompts=["one", "two"])
+                self.assertEqual((outcome.code, len(outcome.records)), (1, records), outcome.err)
+                self.assertRegex(outcome.err, "lower --concurrency")
+
+    def test_a_server_that_dies_halfway_is_said_even_to_cron(self):
+        with (
+            FakeServer("plain") as a,
+            FakeServer(
+                "vllm", speculation=Speculation(), faults=[None] * 4 + ["refuse"], repeat_fault=True
+            ) as b,
+        ):
+            outcome = measure(
+                a,
+                b,
+                "--quiet",
+                "--warmup",
+                "0",
+                *ALARMS,
+                prompts=["prompt %d" % i for i in range(12)],
+            )
+        self.assertEqual(outcome.endpoint("speculative")["failed"], 8)
+        self.assertRegex(outcome.err, "8 of 12 requests failed")
+        self.assertIn("closed the connection", outcome.err)
+        self.assertEqual(outcome.out, "")
+
 
 class Crossover(unittest.TestCase):
     @classmethod
@@ -339,7 +345,7 @@ class Crossover(unittest.TestCase):
         ]
         return "\n".join(ms.crossover_lines(records))
 
-    def test_the_levels_between_which_the_gain_is_lost(self):
+    def test_the_levels_between_which_the_gain_is_lost_are_named(self):
         self.assertRegex(self.lines((1, 1.8), (4, 1.2), (10, 0.9)), r"below 1 between 4 and 10\b")
         self.assertRegex(self.lines((1, 1.8), (4, 0.99), (10, 0.9)), r"below 1 between 1 and 4\b")
 
@@ -389,6 +395,38 @@ class Crossover(unittest.TestCase):
         self.assertIn("Crossover:", outcome.out)
         told = run_main("report", "labbook.md", files={"labbook.md": outcome.files["labbook.md"]})
         self.assertIn("Crossover:", told.out)
+
+
+class RefusedRequests(unittest.TestCase):
+    """A server that refuses the request itself, before and after something was measured."""
+
+    def test_a_refusal_after_something_was_measured_is_a_failed_request(self):
+        with FakeServer("plain") as a, canned(REFUSED) as b:
+            for flags in (("--order", "sequential"), ("--concurrency", "2,1")):
+                outcome = measure(
+                    a, b, "--model", "m", "--warmup", "0", *flags, prompts=["one", "two"]
+                )
+                self.assertEqual(outcome.code, 1)
+                self.assertEqual(
+                    (outcome.records[0]["failed"], outcome.records[1]["completed"]), (0, 0)
+                )
+                self.assertIn("a null removes a field", outcome.records[1]["first_error"])
+
+    def test_a_first_request_that_is_refused_ends_it_while_no_server_has_answered_twice(self):
+        for bad_first in (True, False):
+            with canned(REFUSED) as bad, FakeServer("plain") as good:
+                outcome = measure(
+                    *((bad, good) if bad_first else (good, bad)),
+                    "--model",
+                    "m",
+                    "--warmup",
+                    "0",
+                    *SAVE,
+                    prompts=["one", "two"],
+                )
+            self.assertEqual((outcome.code, outcome.records), (2, []))
+            self.assertIn("a null removes a field", outcome.err)
+            self.assertEqual("run.jsonl" in outcome.files, not bad_first)
 
 
 if __name__ == "__main__":
