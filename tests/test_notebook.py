@@ -75,7 +75,8 @@ class NotebookInAFolder(unittest.TestCase):
     def read(self):
         """(records, warnings)"""
         warnings = []
-        return ms.read_json_lines(str(self.book), warnings.append), warnings
+        lines = ms.read_json_lines(str(self.book), warnings.append)
+        return [record for _, record in lines], warnings
 
 
 class Appending(NotebookInAFolder):

@@ -67,7 +67,7 @@ class Readme(unittest.TestCase):
         label = words[words.index("--label") + 1] + "/"
         records = [
             r
-            for r in m.read_json_lines(str(ROOT / "labbook.md"), self.fail)
+            for r in m.read_records(str(ROOT / "labbook.md"), self.fail)
             if r["label"].startswith(label)
         ]
         result = m.Result(
@@ -80,7 +80,7 @@ class Readme(unittest.TestCase):
 
     def test_the_notebook_that_comes_with_it_can_be_read_line_by_line(self):
         complaints = []
-        records = m.read_json_lines(str(ROOT / "labbook.md"), complaints.append)
+        records = m.read_records(str(ROOT / "labbook.md"), complaints.append)
         self.assertEqual(complaints, [])
         self.assertGreaterEqual({record["kind"] for record in records}, {"endpoint", "comparison"})
         self.assertFalse([record for record in records if record["simulated"]])

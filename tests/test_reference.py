@@ -540,7 +540,7 @@ class CalibrationRows(unittest.TestCase):
             servers = [measure_speculative.preflight(arm, settings, print) for arm in settings.arms]
             recorder = measure_speculative.Recorder(print)
             (cls.measured,) = measure_speculative.measure_levels(
-                settings, servers, recorder, "speculative-run", 0.0
+                settings, servers, recorder, ms.Judging("speculative-run", 0.0)
             )
             logs = [json.loads(get(api, "/truth"))[1 : 1 + len(prompts)] for api in (one, other)]
         cls.truth = [reference_truth([Served(**entry) for entry in log]) for log in logs]
