@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """Does speculative decoding pay, for this model, on this machine, for this work?
 
-The same prompts go to a server without speculation and to one with it, greedily and in turn; the report says how
-much faster and how sure, why (acceptance, draft cost, break-even), and whether the text stayed the same to the
-byte.  Every run is appended to a lab notebook.
+The same prompts go to a server without speculation and to one with it, greedily and in turn; the
+report says how much faster and how sure, why (acceptance, draft cost, break-even), and whether the
+text stayed the same to the byte.  Every run is appended to a lab notebook.
 
 usage: measure_speculative.py [measure] --baseline-url URL [--speculative-url URL] [options]
 
 examples:
-  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url http://127.0.0.1:8081/v1
-  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --prompts prompts/ --repeats 3 --label night
-  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 --speculative-url k2=http://127.0.0.1:8081/v1 \\
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 \\
+      --speculative-url http://127.0.0.1:8081/v1
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 \\
+      --prompts prompts/ --repeats 3 --label night
+  measure_speculative.py --baseline-url http://127.0.0.1:8080/v1 \\
+      --speculative-url k2=http://127.0.0.1:8081/v1 \\
       --speculative-url k4=http://127.0.0.1:8082/v1 --save-run tonight.jsonl
 
 what to measure:
@@ -23,13 +26,16 @@ what to measure:
   --max-tokens N                answer length (default 192)
 
 how carefully:
-  --repeats N                   measure each prompt N times; more prompts say more than more repeats (default 1)
+  --repeats N                   measure each prompt N times (default 1); more prompts say more than
+                                more repeats
   --warmup N                    discarded requests for each server (default 1)
-  --order paired|sequential     paired cancels drift; sequential finishes one server first (default paired)
+  --order paired|sequential     paired (the default) cancels drift; sequential finishes one
+                                server first
   --concurrency LEVELS          requests at a time, as 1,4,10 (default 1)
   --seed N                      sent with every request (default 0)
   --timeout S                   limit for one whole request, in seconds (default 300)
-  --triage N                    ask the baseline for log probabilities on up to N changed texts (default 10, 0: off)
+  --triage N                    ask the baseline for log probabilities on up to N (default 10,
+                                0: off) changed texts
 
 where results go:
   --label LABEL                 name of this experiment in the notebook (default speculative-run)
@@ -47,8 +53,10 @@ unusual servers:
   --api-key-env NAME            environment variable with the key (default SPEC_API_KEY)
   --no-stream                   ask for plain answers (no time to first token)
   --extra-body JSON             fields for the requests; null removes one
-  --baseline-extra-body JSON, --speculative-extra-body JSON        fields for the requests of one arm
-  --baseline-metrics-url URL, --speculative-metrics-url URL        metrics page, where it is not /metrics
+  --baseline-extra-body JSON, --speculative-extra-body JSON
+                                fields for the requests of one arm
+  --baseline-metrics-url URL, --speculative-metrics-url URL
+                                metrics page, where it is not /metrics
   --help, --version
 
 other commands (each has its own --help):
@@ -58,11 +66,12 @@ other commands (each has its own --help):
   calibrate    no server needed: measures two servers of known truth and prints the errors
 
 exit codes:
-  0 measured, whatever the verdict     1 could not measure, or not keep it     2 wrong command, input or server
-  3 a --fail-on condition holds        130 interrupted (what was finished is reported and recorded)
+  0 measured, whatever the verdict     1 could not measure, or not keep it
+  2 wrong command, input or server     3 a --fail-on condition holds
+  130 interrupted (what was finished is reported and recorded)
 
-It cannot tell you whether the text is *good*, nor how other prompts, another machine or a busier server would
-behave: it measures what it was given, and says how far that carries.
+It cannot tell you whether the text is *good*, nor how other prompts, another machine or a busier
+server would behave: it measures what it was given, and says how far that carries.
 """
 
 # The rooms, in reading order; each begins with a line that names it.
@@ -94,7 +103,8 @@ import os
 import sys
 
 if __name__ == "__main__" and sys.argv[1:] in (["-h"], ["--help"]):
-    # This text is all the help there is; it need not wait for what follows to be imported and torn down again.
+    # This text is all the help there is; it need not wait for what follows to be imported and torn
+    # down again.
     try:
         os.write(1, (__doc__ or "").encode())
         os._exit(0)
@@ -136,6 +146,7 @@ from typing import (
     NoReturn,
     Optional,
     TypedDict,
+    TypeVar,
     Union,
     cast,
     get_args,
@@ -147,16 +158,14 @@ from typing import (
 
 __version__ = "1.0"
 
-
 LAB = "part-17/measure-speculative"
 
 SCHEMA = 2
 
 MEASURED, COULD_NOT_MEASURE, USAGE, FINDING, INTERRUPTED = 0, 1, 2, 3, 130
 
-MAX_BODY_BYTES = (
-    64 << 20
-)  # a streamed answer takes about 300 bytes a token: this holds 200,000 tokens
+# A streamed answer takes about 300 bytes a token: this holds 200,000 tokens.
+MAX_BODY_BYTES = 64 << 20
 
 MAX_WAIT_S = 60.0  # for a server that answers 503 or 429, over one request
 
@@ -164,25 +173,22 @@ SIDE_TIMEOUT_S = 10.0  # model lists, versions and metrics pages
 
 SETTLE_PAUSE_S, SETTLE_LIMIT_S = 0.2, 3.0  # some engines count an answer after they have sent it
 
-FOREIGN_SHARE = (
-    0.01  # counters may run this far above what was received: answers are cut at their end
-)
+# Counters may run this far above what was received: answers are cut at their end.
+FOREIGN_SHARE = 0.01
 
-STALL_CUTOFF = (
-    8  # times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls
-)
+# Times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls.
+STALL_CUTOFF = 8
 
 FEW_PROMPTS = 12  # below this no interval holds its 95% when the prompts are of mixed kinds
 
-SECRET_LENGTH = (
-    8  # a shorter key, like "local", is a placeholder: it may stand in any answer and stays there
-)
+# A shorter key, like "local", is a placeholder: it may stand in any answer and stays there.
+SECRET_LENGTH = 8
 
-NEAR_TIE_NATS = (
-    0.5  # rounding moved gaps of a quantised model by 0.10 (median) to 0.50 (99th percentile);
-)
+# Rounding moved gaps of a quantised model by 0.10 (median) to 0.50 (99th percentile);
+# bf16 logits between 16 and 32 lie 0.125 apart, and a real pair of servers differed at exactly that
+# gap.
+NEAR_TIE_NATS = 0.5
 
-# bf16 logits between 16 and 32 lie 0.125 apart, and a real pair of servers differed at exactly that gap
 TAIL_CHARACTERS = 60
 
 LISTED_DIVERGENCES = 20
@@ -193,9 +199,8 @@ LOCK_LIMIT_S = 30.0  # for the lock on the notebook, which other jobs hold for m
 
 WORTH_TOKENS = 0.05  # draft positions that add less than this a step are pointed out
 
-PLAUSIBLE_VERIFICATION = (
-    0.5  # target steps; a verification reads the weights once, so a fit below this is noise
-)
+# Target steps; a verification reads the weights once, so a fit below this is noise.
+PLAUSIBLE_VERIFICATION = 0.5
 
 LONGEST_CHAIN = 1000  # a longer one stands in no server: its counters are wrong
 
@@ -205,8 +210,9 @@ JSON = dict[str, Any]
 
 Say = Callable[[str], None]  # takes one line for the user
 
-
 Logs = Sequence[Sequence[float]]  # logarithms of ratios or rates: the repeats of each prompt
+
+T = TypeVar("T")  # what a call that is handed in returns
 
 
 class MeasureError(Exception):
@@ -216,7 +222,10 @@ class MeasureError(Exception):
 
 
 class UsageError(MeasureError):
-    """The command, its input or its server cannot be used; said before the first measured request.  Exit code 2."""
+    """The command, its input or its server cannot be used.  Exit code 2.
+
+    It is said before the first measured request.
+    """
 
     exit_code = USAGE
 
@@ -228,7 +237,8 @@ class RequestFailed(MeasureError):
         self, message: str, status: Optional[int] = None, retry_after: Optional[str] = None
     ) -> None:
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status = status
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True)
@@ -274,22 +284,29 @@ FINDINGS = {
 DISTURBANCES = ("foreign-traffic", "counter-reset")
 
 
-def as_dict(value: Any) -> JSON:
-    """The value if it is a JSON object, else {}: servers send null and worse where an object belongs."""
+def as_dict(value: object) -> JSON:
+    """The value if it is a JSON object, else {}: servers send null and worse where one belongs."""
     return value if isinstance(value, dict) else {}
 
 
-def as_number(value: Any) -> Optional[float]:
-    """A number as a server sent it, else None; NaN, infinity and what is too large for any measurement are none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18:
+def as_number(value: object) -> Optional[float]:
+    """A number as a server sent it, else None.
+
+    NaN, infinity and what is too large for any measurement are none.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if not abs(value) < 1e18:  # so written, it holds for NaN too
         return None
     return float(value)
 
 
-def as_count(value: Any) -> Optional[int]:
+def as_count(value: object) -> Optional[int]:
     """A count as a server sent it, None for what is not a whole number of at least 0."""
     number = as_number(value)
-    return int(number) if number is not None and number >= 0 and number.is_integer() else None
+    if number is None or number < 0 or not number.is_integer():
+        return None
+    return int(number)
 
 
 def ratio_of(numerator: Optional[float], denominator: Optional[float]) -> Optional[float]:
@@ -321,31 +338,38 @@ def fields_of(value: Any) -> JSON:
 
 def plural(count: int, words: str) -> str:
     """ "1 prompt", "2 prompts"."""
-    return f"{count} {words}{'s' * (count != 1)}"
+    if count == 1:
+        return f"{count} {words}"
+    return f"{count} {words}s"
 
 
 def loads(text: str) -> Any:
     """JSON without NaN and Infinity; ValueError for everything that is not JSON, however deep."""
-
-    def finite(text: str) -> float:
-        number = float(text)
-        if not math.isfinite(number):
-            raise ValueError(f"{text} is not a finite number")
-        return number
-
     try:
         return json.loads(text, parse_constant=finite, parse_float=finite)
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
 
 
+def finite(text: str) -> float:
+    """The number that a text spells; ValueError where it is NaN or infinite."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
 # ---- terminal and files -------------------------------------------------------------------------
 
 
+# All control characters but the line end.
+_CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), 127)}
+
+
 def printable(text: str) -> str:
-    """ASCII for any console or cron mail; other characters and control characters as backslash escapes."""
+    """ASCII for any console or cron mail; other and control characters as backslash escapes."""
     plain = text.encode("ascii", "backslashreplace").decode("ascii")
-    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", lambda match: f"\\x{ord(match.group()):02x}", plain)
+    return plain.translate(_CONTROL_ESCAPES)
 
 
 def one_printable_line(text: str) -> str:
@@ -356,7 +380,9 @@ def one_printable_line(text: str) -> str:
 def one_line(text: str, limit: int = 300) -> str:
     """Server text for a message: blanks folded, cut at `limit` characters."""
     folded = " ".join(text.split())
-    return folded if len(folded) <= limit else folded[: limit - 3] + "..."
+    if len(folded) > limit:
+        folded = folded[: limit - 3] + "..."
+    return folded
 
 
 def say_on_stderr(words: str) -> None:
@@ -368,19 +394,25 @@ def say_on_stderr(words: str) -> None:
 
 def speaker(quiet: bool) -> Say:
     """What takes words for the user beside the results; nothing does where it has to be quiet."""
-    return (lambda words: None) if quiet else say_on_stderr
+    if quiet:
+        return lambda words: None
+    return say_on_stderr
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Results on standard output, ASCII only; a reader that has seen enough is no error, a full disk is."""
+    """Results on standard output, ASCII only.
+
+    A reader that has seen enough is no error; a full disk is, and raises MeasureError.
+    """
+    text = "".join(printable(line) + "\n" for line in lines)
     try:
-        sys.stdout.write("".join(printable(line) + "\n" for line in lines))
+        sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # what is still buffered must not fail again at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError, ValueError):
+            # what is still buffered must not fail again at the end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise MeasureError(
                 f"cannot write to standard output: {error.strerror}; what should stand there is "
@@ -392,15 +424,24 @@ PIPES = (stat.S_IFIFO, stat.S_IFSOCK)
 
 
 def check_kind(path: str, refused: Sequence[int]) -> None:
-    """OSError for a file of a refused kind: pipes, and devices as input, would be waited for without end."""
-    if os.path.exists(path) and stat.S_IFMT(os.stat(path).st_mode) in refused:
+    """OSError for a file of a refused kind, as `stat` numbers them.
+
+    Pipes, and devices as input, would be waited for without end.
+    """
+    if not os.path.exists(path):
+        return
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind in refused:
         raise OSError(errno.EINVAL, "it is a pipe, socket or device, not a file")
 
 
 def read_bytes(path: str, pipe_allowed: bool = False) -> bytes:
     """All of a file the user named.  UsageError where it cannot be read, or never ends."""
+    refused = [stat.S_IFCHR]
+    if not pipe_allowed:
+        refused += PIPES
     try:
-        check_kind(path, (stat.S_IFCHR,) if pipe_allowed else (*PIPES, stat.S_IFCHR))
+        check_kind(path, refused)
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
@@ -414,36 +455,45 @@ def json_line(value: JSON) -> bytes:
 
 @contextlib.contextmanager
 def locked(file: BinaryIO) -> Iterator[None]:
-    """Hold the file against other processes that append to it."""
+    """Hold the file against other processes that append to it.
+
+    OSError where another one holds it for LOCK_LIMIT_S.
+    """
     if os.name == "nt":
         import msvcrt
 
+        number = file.fileno()
         file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        msvcrt.locking(number, msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined,unused-ignore]
         try:
             yield
         finally:
             file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+            msvcrt.locking(number, msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined,unused-ignore]
     else:
-        import fcntl
-
-        give_up = time.monotonic() + LOCK_LIMIT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    raise OSError(errno.EAGAIN, "another program holds its lock") from None
-                time.sleep(0.05)
+        _wait_for_lock(file)
         yield  # closing the file releases it
 
 
-def append_records(path: str, records: Sequence[JSON]) -> None:
-    """Append whole lines in one write; an unfinished last line is ended first.  OSError where that fails.
+def _wait_for_lock(file: BinaryIO) -> None:
+    import fcntl
 
-    Bytes that are in the file stay as they are; a write that fails half-way is taken back.
+    give_up = time.monotonic() + LOCK_LIMIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                raise OSError(errno.EAGAIN, "another program holds its lock") from None
+            time.sleep(0.05)
+
+
+def append_records(path: str, records: Sequence[JSON]) -> None:
+    """Append whole lines in one write; an unfinished last line is ended first.
+
+    OSError where that fails.  Bytes that are in the file stay as they are; a write that fails
+    half-way is taken back.
     """
     data = b"".join(json_line(record) for record in records)
     with open(path, "a+b", buffering=0) as file, locked(file):
@@ -468,21 +518,24 @@ def write_whole(file: BinaryIO, data: bytes) -> None:
 
 
 def check_appendable(path: str, what: str = "lab notebook", option: str = "--labbook") -> None:
-    """UsageError, before any work is done, if the file that will hold results cannot be written."""
+    """UsageError if the file that will hold results cannot be written; before any work is done."""
     try:
         check_kind(path, PIPES)  # devices like /dev/null will do
         with open(path, "ab"):
             pass
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                if file.read(14) == b'{"kind": "run"':
-                    raise UsageError(
-                        f"{path} is a run file of --save-run, which more lines would spoil; see {option}"
-                    )
+        if os.path.isfile(path) and _is_run_file(path):
+            raise UsageError(
+                f"{path} is a run file of --save-run, which more lines would spoil; see {option}"
+            )
     except OSError as error:
         raise UsageError(
             f"cannot write the {what} {path}: {error.strerror}; another path: {option} FILE"
         ) from None
+
+
+def _is_run_file(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(14) == b'{"kind": "run"'
 
 
 # ---- prompts ------------------------------------------------------------------------------------
@@ -498,178 +551,202 @@ class Prompt:
 
     def digest(self) -> str:
         """A short hash of what is sent, to tell whether two runs had the same prompts."""
-        return hashlib.sha256(json.dumps(self.messages, sort_keys=True).encode()).hexdigest()[:16]
+        sent = json.dumps(self.messages, sort_keys=True).encode()
+        return hashlib.sha256(sent).hexdigest()[:16]
 
 
-_BUILT_IN = (
-    (
-        "copy",
-        "Rename the variable `t` to `total` everywhere and return the whole function, nothing else:\n\n"
-        "def invoice_total(lines, vat=0.19):\n    t = 0\n    for line in lines:\n"
-        "        t += line['price'] * line['count']\n    if t > 1000:\n        t = t * 0.97\n"
-        "    t = t * (1 + vat)\n    return round(t, 2)\n",
+_BUILT_IN = {
+    "copy": (
+        "Rename the variable `t` to `total` everywhere and return the whole function, nothing "
+        "else:\n\n"
+        "def invoice_total(lines, vat=0.19):\n"
+        "    t = 0\n"
+        "    for line in lines:\n"
+        "        t += line['price'] * line['count']\n"
+        "    if t > 1000:\n"
+        "        t = t * 0.97\n"
+        "    t = t * (1 + vat)\n"
+        "    return round(t, 2)\n",
+        "Turn this list into a Markdown table with the columns Part, Count and Shelf. Keep the "
+        "order.\n\n"
+        "hex bolts M6, 240, A3\n"
+        "washers M6, 500, A3\n"
+        "lock nuts M6, 180, A4\n"
+        "wood screws 4x40, 900, B1\n"
+        "wood screws 5x60, 420, B1\n"
+        "wall plugs 8 mm, 350, B2\n"
+        "cable ties 200 mm, 1000, C5\n"
+        "fuses 10 A, 60, C6",
+        "Quote each sentence of this notice word for word as a bullet, and after each write in "
+        "brackets what it means for a tenant:\n\n"
+        "The water will be shut off on Tuesday from 8 to 12. Please fill a bucket beforehand. The "
+        "stairwell light stays on. Bicycles left in the entrance will be moved to the yard. The "
+        "next meter reading is in the first week of March.",
+        "Extend this shell line so that it also skips *.tmp files, prints what it copies and stops "
+        "at the first error. Show the old line, then the new line, then the new line once more "
+        "split over several lines:\n\n"
+        "rsync -a --delete --exclude '*.log' --exclude '.cache/' /srv/data/projects/ "
+        "backup:/srv/mirror/projects/",
     ),
-    (
-        "copy",
-        "Turn this list into a Markdown table with the columns Part, Count and Shelf. Keep the order.\n\n"
-        "hex bolts M6, 240, A3\nwashers M6, 500, A3\nlock nuts M6, 180, A4\nwood screws 4x40, 900, B1\n"
-        "wood screws 5x60, 420, B1\nwall plugs 8 mm, 350, B2\ncable ties 200 mm, 1000, C5\nfuses 10 A, 60, C6",
-    ),
-    (
-        "copy",
-        "Quote each sentence of this notice word for word as a bullet, and after each write in brackets what "
-        "it means for a tenant:\n\nThe water will be shut off on Tuesday from 8 to 12. Please fill a bucket "
-        "beforehand. The stairwell light stays on. Bicycles left in the entrance will be moved to the yard. "
-        "The next meter reading is in the first week of March.",
-    ),
-    (
-        "copy",
-        "Extend this shell line so that it also skips *.tmp files, prints what it copies and stops at the first "
-        "error. Show the old line, then the new line, then the new line once more split over several lines:\n\n"
-        "rsync -a --delete --exclude '*.log' --exclude '.cache/' /srv/data/projects/ backup:/srv/mirror/projects/",
-    ),
-    (
-        "closed",
-        "List the months of the year in order, one per line, each with its number of days in a common year.",
-    ),
-    (
-        "closed",
-        "What is 17 times 24? Show the steps of the multiplication, then the result on a line of its own.",
-    ),
-    (
-        "closed",
+    "closed": (
+        "List the months of the year in order, one per line, each with its number of days in a "
+        "common year.",
+        "What is 17 times 24? Show the steps of the multiplication, then the result on a line of "
+        "its own.",
         "Name the planets of the solar system from the sun outwards, with one fact about each.",
-    ),
-    (
-        "closed",
         "Explain in three sentences what a prime number is, then list the prime numbers below 60.",
     ),
-    (
-        "open",
-        "Write the opening of a story in which a lighthouse keeper finds a door at the foot of the stairs that "
-        "was not there yesterday.",
+    "open": (
+        "Write the opening of a story in which a lighthouse keeper finds a door at the foot of the "
+        "stairs that was not there yesterday.",
+        "Write a letter from a retired clockmaker to the apprentice who is about to open a shop of "
+        "their own.",
+        "Invent a festival for a town that is built on stilts over a lake: its food, its noise, "
+        "its one strict rule, and what goes wrong this year.",
+        "Describe a long night train journey through the mountains in winter, as a passenger who "
+        "cannot sleep would tell it to a friend.",
     ),
-    (
-        "open",
-        "Write a letter from a retired clockmaker to the apprentice who is about to open a shop of their own.",
-    ),
-    (
-        "open",
-        "Invent a festival for a town that is built on stilts over a lake: its food, its noise, its one strict "
-        "rule, and what goes wrong this year.",
-    ),
-    (
-        "open",
-        "Describe a long night train journey through the mountains in winter, as a passenger who cannot sleep "
-        "would tell it to a friend.",
-    ),
-)
+}
 
 
 def built_in_prompts() -> list[Prompt]:
     """The mixed set of 12: four that repeat material from the prompt, four closed, four open."""
-    return [
-        Prompt(f"{workload}-{number % 4 + 1}", workload, ({"role": "user", "content": text},))
-        for number, (workload, text) in enumerate(_BUILT_IN)
-    ]
+    prompts = []
+    for workload, texts in _BUILT_IN.items():
+        for number, text in enumerate(texts, 1):
+            message = {"role": "user", "content": text}
+            prompts.append(Prompt(f"{workload}-{number}", workload, (message,)))
+    return prompts
 
 
 def load_prompts(paths: Sequence[str]) -> tuple[list[Prompt], list[str]]:
-    """Prompts from files and folders, in order, and notes for the user.  UsageError names file:line and reason."""
+    """Prompts from files and folders, in order, and notes for the user.
+
+    UsageError names file:line and reason.
+    """
     prompts: list[Prompt] = []
     first_turns = 0
-    for file in [file for path in paths for file in prompt_files(path)]:
+    files = [file for path in paths for file in prompt_files(path)]
+    for file in files:
         for place, value in _prompt_entries(file):
-            prompt, is_turn = _as_prompt(value, place, file, len(prompts) + 1)
+            prompt, is_first_turn = _as_prompt(value, place, file, len(prompts) + 1)
             prompts.append(prompt)
-            first_turns += is_turn
+            first_turns += is_first_turn
     if not prompts:
         raise UsageError(
             f"no prompts in {', '.join(paths)}: write one prompt per line, or JSON Lines"
         )
-    some = f"{first_turns} prompt{'s have' if first_turns > 1 else ' has'} several turns; only the first turn is used"
-    return prompts, [some] if first_turns else []
+    if not first_turns:
+        return prompts, []
+    verb = "has" if first_turns == 1 else "have"
+    several = f"{plural(first_turns, 'prompt')} {verb} several turns"
+    return prompts, [f"{several}; only the first turn is used"]
 
 
 def prompt_files(path: str) -> list[str]:
-    """The file itself, or the prompt files of a folder."""
+    """The file itself, or the prompt files of a folder in the order of their names."""
     if not os.path.isdir(path):
         return [path]
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
         raise UsageError(f"cannot read the folder {path}: {error.strerror}") from None
-    files = [
-        file
-        for name in names
-        if name.endswith((".txt", ".jsonl", ".json"))
-        and not name.startswith(".")
-        and os.path.isfile(file := os.path.join(path, name))
-    ]
+    files = []
+    for name in names:
+        file = os.path.join(path, name)
+        is_named_so = name.endswith((".txt", ".jsonl", ".json")) and not name.startswith(".")
+        if is_named_so and os.path.isfile(file):
+            files.append(file)
     if not files:
         raise UsageError(f"the folder {path} holds no prompt file (.txt, .jsonl, .json)")
     return files
 
 
-def _prompt_entries(path: str) -> Iterator[tuple[str, Any]]:
-    """(place, text or JSON value) for each prompt of a file; place is file:line, or the item of an array."""
+def _prompt_entries(path: str) -> Iterator[tuple[str, object]]:
+    """(place, text or JSON value) of each prompt of a file, read as its name says.
+
+    `place` is file:line, or the item of an array.
+    """
+    text = _utf8_text(path)
+    if path.endswith(".json"):
+        for number, item in enumerate(_json_array(text, path), 1):
+            yield f"{path}: item {number}", item
+        return
+    read = loads if path.endswith(".jsonl") else str.strip
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", read(line)
+        except ValueError as error:
+            raise UsageError(f"{path}:{number}: not JSON: {error}") from None
+
+
+def _utf8_text(path: str) -> str:
     raw = read_bytes(path, pipe_allowed=True)
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        number = len(re.findall(rb"\r\n|\r|\n", raw[: error.start])) + 1
+        line_ends = re.findall(rb"\r\n|\r|\n", raw[: error.start])
+        place = f"{path}:{len(line_ends) + 1}"
         raise UsageError(
-            f"{path}:{number}: not UTF-8 at byte offset {error.start}; save the file as UTF-8"
+            f"{place}: not UTF-8 at byte offset {error.start}; save the file as UTF-8"
         ) from None
-    if path.endswith(".json"):
-        try:
-            items = loads(text)
-        except ValueError as error:
-            raise UsageError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
-        if not isinstance(items, list):
-            raise UsageError(
-                f"{path}:1: not a JSON array of prompts; for one object per line name it .jsonl"
-            )
-        yield from ((f"{path}: item {number}", item) for number, item in enumerate(items, 1))
-        return
-    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
-        if line.strip():
-            try:
-                yield f"{path}:{number}", loads(line) if path.endswith(".jsonl") else line.strip()
-            except ValueError as error:
-                raise UsageError(f"{path}:{number}: not JSON: {error}") from None
 
 
-def _as_prompt(value: Any, place: str, path: str, number: int) -> tuple[Prompt, bool]:
-    """The prompt, and whether it is the first of several turns."""
-    stem = os.path.splitext(os.path.basename(path))[0]
-    entry = {"prompt": value} if isinstance(value, str) else as_dict(value)
-    turns, messages, is_turn = entry.get("turns"), entry.get("messages"), False
-    if "messages" in entry:
-        if not (
-            isinstance(messages, list)
-            and messages
-            and all(as_dict(m).get("role") for m in messages)
-        ):
-            raise UsageError(f'{place}: "messages" is not a list of objects with a role')
-    else:
-        text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt")
-        if not isinstance(text, str) or not text.strip():
-            raise UsageError(f'{place}: no text under "prompt", "messages" or "turns"')
-        messages, is_turn = (
-            [{"role": "user", "content": text}],
-            isinstance(turns, list) and len(turns) > 1,
+def _json_array(text: str, path: str) -> list[object]:
+    try:
+        items = loads(text)
+    except ValueError as error:
+        line = getattr(error, "lineno", 1)
+        raise UsageError(f"{path}:{line}: not JSON: {error}") from None
+    if not isinstance(items, list):
+        raise UsageError(
+            f"{path}:1: not a JSON array of prompts; for one object per line name it .jsonl"
         )
+    return items
+
+
+def _as_prompt(value: object, place: str, path: str, number: int) -> tuple[Prompt, bool]:
+    """The prompt, and whether it is the first of several turns."""
+    entry = as_dict(value)
+    if isinstance(value, str):
+        entry = {"prompt": value}
+    messages, is_first_turn = _messages_of(entry, place)
     if scrubbed(messages, "", 50) != messages:
         raise UsageError(f'{place}: "messages" is nested too deep')
     if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
         raise UsageError(f"{place}: holds half of a surrogate pair, which is no character")
-    identity = next(
-        (entry[key] for key in ("id", "question_id") if entry.get(key) is not None),
-        f"{stem}-{number}",
-    )
+    stem = os.path.splitext(os.path.basename(path))[0]
+    identity = entry.get("id")
+    if identity is None:
+        identity = entry.get("question_id")
+    if identity is None:
+        identity = f"{stem}-{number}"
     workload = entry.get("workload") or entry.get("category") or stem
-    return Prompt(str(identity), str(workload), tuple(messages)), is_turn
+    return Prompt(str(identity), str(workload), tuple(messages)), is_first_turn
+
+
+def _messages_of(entry: JSON, place: str) -> tuple[list[JSON], bool]:
+    """The messages that a prompt of a file stands for, and whether they are the first turn only."""
+    if "messages" in entry:
+        messages = entry["messages"]
+        if not _are_messages(messages):
+            raise UsageError(f'{place}: "messages" is not a list of objects with a role')
+        return messages, False
+    turns = entry.get("turns")
+    if not isinstance(turns, list):
+        turns = []
+    text = turns[0] if turns else entry.get("prompt")
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError(f'{place}: no text under "prompt", "messages" or "turns"')
+    return [{"role": "user", "content": text}], len(turns) > 1
+
+
+def _are_messages(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(as_dict(message).get("role") for message in value)
 
 
 # ---- engines ------------------------------------------------------------------------------------
@@ -777,7 +854,8 @@ _MEMORY = re.compile(r"vllm:cache_config_info$|process_resident_memory_bytes$")
 
 
 # Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding, 2023.
-# alpha: probability that a tested draft is accepted; k: chain length; c: cost of one draft step in target steps.
+# alpha: probability that a tested draft is accepted; k: chain length; c: cost of one draft step in
+# target steps.
 def check_arithmetic(alpha: float = 0.0, k: int = 0, c: float = 0.0) -> None:
     """UsageError for what is not a probability, a chain length or a cost."""
     if not 0.0 <= alpha <= 1.0:
@@ -789,13 +867,19 @@ def check_arithmetic(alpha: float = 0.0, k: int = 0, c: float = 0.0) -> None:
 
 
 def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens per verification step, (1 - alpha^(k+1)) / (1 - alpha): between 1 and k + 1.  Leviathan et al., eq. 1."""
+    """Tokens per verification step, (1 - alpha^(k+1)) / (1 - alpha): between 1 and k + 1.
+
+    Leviathan et al., equation 1.
+    """
     check_arithmetic(alpha, k)
     return math.fsum(alpha**i for i in range(k + 1))
 
 
 def speedup(alpha: float, k: int, c: float) -> float:
-    """Expected speed-up E / (1 + k c) where verification costs one target step.  Leviathan et al., theorem 3.8."""
+    """Expected speed-up E / (1 + k c) where verification costs one target step.
+
+    Leviathan et al., theorem 3.8.
+    """
     check_arithmetic(alpha, k, c)
     return expected_tokens(alpha, k) / (1 + k * c)
 
@@ -806,94 +890,120 @@ def bisected(value_at: Callable[[float], float], wanted: float, low: float, high
         middle = (low + high) / 2
         if middle in (low, high):
             break
-        low, high = (middle, high) if value_at(middle) < wanted else (low, middle)
+        if value_at(middle) < wanted:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def alpha_needed(k: int, step_cost: float) -> tuple[str, Optional[float]]:
-    """("alpha", the alpha at which k drafts pay for a step of this cost), or ("any", 0), or ("cannot-pay", None)."""
+    """Which alpha pays for a step of this cost, in target steps, with k drafts.
+
+    ("alpha", that alpha), or ("any", 0), or ("cannot-pay", None).
+    """
     check_arithmetic(k=k)
     if step_cost <= 1.0:
         return "any", 0.0
     if step_cost > k + 1:
         return "cannot-pay", None
-    return "alpha", bisected(lambda alpha: expected_tokens(alpha, k), step_cost, 0.0, 1.0)
+    return "alpha", _alpha_for_tokens(step_cost, k)
 
 
 def alpha_for_accepted(accepted_per_step: float, k: int) -> Optional[float]:
-    """The alpha with alpha + ... + alpha^k accepted drafts per step; None where no alpha gives so many."""
+    """The alpha with alpha + ... + alpha^k accepted drafts per step, None where there is none."""
     if not 0.0 <= accepted_per_step <= k:
         return None
     if accepted_per_step == 0.0:
         return 0.0
-    return bisected(lambda alpha: expected_tokens(alpha, k), 1 + accepted_per_step, 0.0, 1.0)
+    return _alpha_for_tokens(1 + accepted_per_step, k)
+
+
+def _alpha_for_tokens(tokens_per_step: float, k: int) -> float:
+    return bisected(lambda alpha: expected_tokens(alpha, k), tokens_per_step, 0.0, 1.0)
 
 
 def best_chain(alpha: float, c: float) -> tuple[Optional[int], float]:
-    """(chain length, speed-up) with the highest expected speed-up; length 0, no draft, where none is above 1.
+    """(chain length, speed-up) with the highest expected speed-up.
 
-    The speed-up rises to one peak and falls.  Where it never falls, longer is always better: (None, its limit).
-    Lengths up to 10000 are looked at.
+    Length 0, no draft, where no speed-up is above 1.  The speed-up rises to one peak and falls.
+    Where it never falls, longer is always better: (None, its limit).  Lengths up to LONGEST_ASKED
+    are looked at.
     """
     check_arithmetic(alpha, 0, c)
-    if c == 0.0 or (alpha == 1.0 and c < 1.0):
-        limit = 1 / (1 - alpha) if alpha < 1.0 else 1 / c if c else math.inf
-        return (None, limit) if alpha > 0.0 else (0, 1.0)
-    k, best, tokens = 0, 1.0, 1.0
-    while k < LONGEST_ASKED and (tokens + alpha ** (k + 1)) / (1 + (k + 1) * c) > best:
-        k += 1
+    if alpha == 1.0 and c < 1.0:
+        return None, 1 / c if c else math.inf
+    if c == 0.0 and alpha > 0.0:
+        return None, 1 / (1 - alpha)
+    length, best, tokens = 0, 1.0, 1.0
+    for k in range(1, LONGEST_ASKED + 1):
         tokens += alpha**k
-        best = tokens / (1 + k * c)
-    return k, best
+        gain = tokens / (1 + k * c)
+        if gain <= best:
+            break
+        length, best = k, gain
+    return length, best
 
 
 class ChainPrediction(TypedDict):
-    """The predicted speed-up of one draft length."""
+    """What one chain length would give, as it stands in the records."""
 
     chain: int
     predicted_speedup: float
-    extrapolated: bool
+    extrapolated: bool  # whether acceptance at its last positions was carried on, not measured
 
 
 def predicted_by_chain(
     survivals: Sequence[float], step_cost: Callable[[int], float], longest: int
 ) -> list[ChainPrediction]:
-    """Speed-up for each chain length up to `longest`: 1 + accepted per step, over the cost of a step.
+    """Speed-up for each chain length up to `longest`: 1 + accepted per step, over a step's cost.
 
-    `survivals` are unconditional acceptance rates by position; beyond the last the conditional rate is carried on,
-    and the figure marked as extrapolated.
+    `survivals` are unconditional acceptance rates by position; beyond the last the conditional rate
+    is carried on, and the figure marked as extrapolated.  `step_cost` gives target steps; a length
+    whose cost is not above 0 is left out.
     """
+    rates = _carried_on(survivals, longest)
+    predictions: list[ChainPrediction] = []
+    for k in range(1, longest + 1):
+        cost = step_cost(k)
+        if cost > 0:
+            predictions.append(
+                {
+                    "chain": k,
+                    "predicted_speedup": (1 + math.fsum(rates[:k])) / cost,
+                    "extrapolated": k > len(survivals),
+                }
+            )
+    return predictions
+
+
+def _carried_on(survivals: Sequence[float], length: int) -> list[float]:
+    """The unconditional rates, continued with the last conditional one up to this length."""
+    before, last = [1.0, *survivals][-2:]
+    conditional = 0.0
+    if before > 0:
+        conditional = min(last / before, 1.0)
     rates = list(survivals)
-    before = rates[-2] if len(rates) > 1 else 1.0
-    last = rates[-1] / before if before > 0 else 0.0
-    while len(rates) < longest:
-        rates.append(rates[-1] * min(last, 1.0))
-    return [
-        {
-            "chain": k,
-            "predicted_speedup": (1 + math.fsum(rates[:k])) / cost,
-            "extrapolated": k > len(survivals),
-        }
-        for k in range(1, longest + 1)
-        if (cost := step_cost(k)) > 0
-    ]
+    while len(rates) < length:
+        rates.append(rates[-1] * conditional)
+    return rates
 
 
 def fitted_costs(points: Sequence[tuple[float, float]]) -> Optional[tuple[float, float]]:
-    """(verification cost, draft cost) from (drafts per step, step cost) of several chain lengths, by least squares.
+    """(verification cost, draft cost) by least squares, both in target steps.
 
-    Step cost = verification + drafts x draft cost, all in target steps; one chain length cannot separate them.
+    `points` are (drafts per step, step cost) of several chain lengths; None for only one, which
+    cannot separate the two.  Step cost = verification + drafts x draft cost.
     """
-    if len({round(k, 3) for k, _ in points}) < 2:
+    lengths = {round(k, 3) for k, _ in points}
+    if len(lengths) < 2:
         return None
-    mean_k, mean_x = (
-        math.fsum(k for k, _ in points) / len(points),
-        math.fsum(x for _, x in points) / len(points),
-    )
-    slope = math.fsum((k - mean_k) * (x - mean_x) for k, x in points) / math.fsum(
-        (k - mean_k) ** 2 for k, _ in points
-    )
-    return mean_x - slope * mean_k, slope
+    mean_k = mean([k for k, _ in points])
+    mean_cost = mean([cost for _, cost in points])
+    together = math.fsum((k - mean_k) * (cost - mean_cost) for k, cost in points)
+    alone = math.fsum((k - mean_k) ** 2 for k, _ in points)
+    draft_cost = together / alone
+    return mean_cost - draft_cost * mean_k, draft_cost
 
 
 # ---- statistics ---------------------------------------------------------------------------------
@@ -901,7 +1011,7 @@ def fitted_costs(points: Sequence[tuple[float, float]]) -> Optional[tuple[float,
 
 @dataclass(frozen=True)
 class Estimate:
-    """A ratio with its 95% interval (None where there is none) and the number of prompts it rests on."""
+    """A ratio with its 95% interval (None where there is none) and the prompts it rests on."""
 
     ratio: float
     low: Optional[float]
@@ -909,102 +1019,134 @@ class Estimate:
     prompts: int
 
 
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean of at least one value."""
+    return math.fsum(values) / len(values)
+
+
 def median(values: Sequence[float]) -> float:
     """The middle value, or the mean of the two middle ones."""
     ranked = sorted(values)
-    return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+    half = len(ranked) // 2
+    return (ranked[half] + ranked[-1 - half]) / 2
 
 
 def t_probability(t: float, df: int) -> float:
-    """P(|T| <= t) for Student's t with whole degrees of freedom.  Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """P(|T| <= t) for Student's t with whole degrees of freedom.
+
+    Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
     theta = math.atan2(t, math.sqrt(df))
-    cosine, sine = math.cos(theta), math.sin(theta)
-    term, total = (cosine, cosine) if df % 2 else (1.0, 1.0)
-    for i in range(2 + df % 2, df - 1, 2):
+    sine = math.sin(theta)
+    cosine = math.cos(theta)
+    is_odd = df % 2
+    term = cosine if is_odd else 1.0
+    total = term
+    for i in range(2 + is_odd, df - 1, 2):
         term *= cosine * cosine * (i - 1) / i
         total += term
-    if df % 2 == 0:
+    if not is_odd:
         return sine * total
-    return 2 / math.pi * (theta + (sine * total if df > 1 else 0.0))
+    if df == 1:
+        return 2 / math.pi * theta
+    return 2 / math.pi * (theta + sine * total)
 
 
 @functools.cache
 def t_quantile(df: int, level: float = 0.95) -> float:
-    """The t that a Student variable with `df` degrees of freedom stays within, in absolute value, at this level."""
+    """The t that a Student variable stays within, in absolute value, at this level."""
     return bisected(lambda t: t_probability(t, df), level, 0.0, 1e4)
 
 
 def estimate(logs: Sequence[float], spread: Optional[float], df: int, prompts: int) -> Estimate:
-    """exp of the mean log ratio, and its t interval from the standard deviation `spread` (None: no interval)."""
-    mean = math.fsum(logs) / len(logs)
+    """exp of the mean log ratio, and its t interval.
+
+    `spread` is the standard deviation of one log ratio with `df` degrees of freedom; without them
+    there is no interval.
+    """
+    centre = mean(logs)
     if spread is None or df < 1:
-        return Estimate(math.exp(mean), None, None, prompts)
+        return Estimate(math.exp(centre), None, None, prompts)
     half = t_quantile(df) * spread / math.sqrt(len(logs))
-    return Estimate(
-        math.exp(mean),
-        math.exp(max(mean - half, -700.0)),
-        math.exp(min(mean + half, 700.0)),
-        prompts,
-    )
+    low = math.exp(max(centre - half, -700.0))  # exp overflows from 710 on
+    high = math.exp(min(centre + half, 700.0))
+    return Estimate(math.exp(centre), low, high, prompts)
 
 
 def deviation(values: Sequence[float]) -> Optional[float]:
     """The sample standard deviation, None for fewer than two values."""
     if len(values) < 2:
         return None
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    centre = mean(values)
+    squares = math.fsum((value - centre) ** 2 for value in values)
+    return math.sqrt(squares / (len(values) - 1))
 
 
 def over_prompts(logs: Logs) -> Optional[Estimate]:
-    """For prompts like these: repeats collapse to their median, since prompts are the sample and repeats are not."""
+    """For prompts like these: repeats collapse to their median.
+
+    Prompts are the sample, and repeats are not.
+    """
     medians = [median(repeats) for repeats in logs]
-    return (
-        estimate(medians, deviation(medians), len(medians) - 1, len(medians)) if medians else None
-    )
+    if not medians:
+        return None
+    return estimate(medians, deviation(medians), len(medians) - 1, len(medians))
 
 
 def over_repeats(logs: Logs) -> Optional[Estimate]:
-    """For exactly these prompts: the mean of all pairs, with the spread of repeats within prompts."""
+    """For exactly these prompts: the mean of all pairs, with the spread of repeats in prompts."""
     everything = [value for repeats in logs for value in repeats]
     if not everything:
         return None
     df = len(everything) - len(logs)
     within = math.fsum((deviation(repeats) or 0.0) ** 2 * (len(repeats) - 1) for repeats in logs)
-    return estimate(everything, math.sqrt(within / df) if df else None, df, len(logs))
+    spread = math.sqrt(within / df) if df else None
+    return estimate(everything, spread, df, len(logs))
 
 
 def stall_count(logs: Logs) -> int:
-    """Repeats far from their prompt's median, against the median residual of all: counted, never deleted."""
-    residuals = [abs(value - median(repeats)) for repeats in logs for value in repeats]
+    """Repeats far from their prompt's median, against the median residual of all.
+
+    They are counted, never deleted.
+    """
+    residuals = []
+    for repeats in logs:
+        middle = median(repeats)
+        residuals += [abs(value - middle) for value in repeats]
     moved = [residual for residual in residuals if residual > 0]
-    return sum(residual > STALL_CUTOFF * median(moved) for residual in moved) if moved else 0
+    if not moved:
+        return 0
+    limit = STALL_CUTOFF * median(moved)
+    return sum(residual > limit for residual in moved)
 
 
 def verdict_of(speed: Optional[Estimate], min_gain: float) -> str:
-    """pays, does-not-pay or undecided: only a whole interval on one side of 1 + min_gain decides."""
+    """pays, does-not-pay or undecided.
+
+    Only a whole interval on one side of 1 + min_gain decides.
+    """
     if speed is None or speed.low is None or speed.high is None:
         return "undecided"
-    return (
-        "pays"
-        if speed.low > 1 + min_gain
-        else "does-not-pay"
-        if speed.high < 1 + min_gain
-        else "undecided"
-    )
+    if speed.low > 1 + min_gain:
+        return "pays"
+    if speed.high < 1 + min_gain:
+        return "does-not-pay"
+    return "undecided"
 
 
 def more_prompts(logs: Logs, min_gain: float) -> Optional[str]:
-    """How many more prompts might settle an undecided verdict, to one significant figure; None where unknowable.
+    """How many more prompts might settle an undecided verdict, to one significant figure.
 
-    ((1.96 + 0.84) s / distance)^2 prompts give 80% power at the 5% level.
+    ((1.96 + 0.84) s / distance)^2 prompts give 80% power at the 5% level.  None where unknowable.
     """
     medians = [median(repeats) for repeats in logs]
     spread = deviation(medians)
     if spread is None:
         return None
-    distance = abs(math.fsum(medians) / len(medians) - math.log1p(min_gain))
-    needed = ((1.96 + 0.84) * spread / distance) ** 2 - len(medians) if distance > 0 else math.inf
+    distance = abs(mean(medians) - math.log1p(min_gain))
+    needed = math.inf
+    if distance > 0:
+        needed = ((1.96 + 0.84) * spread / distance) ** 2 - len(medians)
     if needed > 100:
         return "more than 100"
     return f"{max(float(f'{needed:.1g}'), 1.0):.0f}"
@@ -1015,7 +1157,10 @@ def more_prompts(logs: Logs, min_gain: float) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One server as this run talks to it; `api` ends in /v1, `root` is what /metrics and /props hang on."""
+    """One server as this run talks to it.
+
+    `api` ends in /v1, `root` is what /metrics and /props hang on.
+    """
 
     arm: str
     api: str
@@ -1038,7 +1183,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one completed request brought; times in seconds, counts as the server gave them, None where unknown."""
+    """What one completed request brought.
+
+    Times are in seconds, counts as the server gave them; None where unknown.
+    """
 
     content: str
     reasoning: str
@@ -1047,7 +1195,7 @@ class Answer:
     ttft_s: Optional[float] = None
     decode_s: Optional[float] = None
     decode_tokens: Optional[int] = None
-    decode_source: Optional[str] = None  # "timings", "stream", or "stream-approximate"
+    decode_source: Optional[str] = None  # as in DecodeTime
     completion_tokens: Optional[int] = None
     prompt_tokens: Optional[int] = None
     cached_tokens: Optional[int] = None
@@ -1073,6 +1221,7 @@ class _DeadlineSocket(socket.socket):
 
 
 def _connect(host: str, timeout: float, **options: Any) -> http.client.HTTPConnection:
+    """A connection to which the whole exchange has `timeout` seconds."""
     deadline = time.perf_counter() + timeout
     connection = http.client.HTTPConnection(host, timeout=timeout, **options)
     connection.connect()
@@ -1083,136 +1232,179 @@ def _connect(host: str, timeout: float, **options: Any) -> http.client.HTTPConne
     return connection
 
 
+class _DeadlineHandler(urllib.request.HTTPHandler):
+    """Plain http over connections that keep to a deadline."""
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """As urllib calls it."""
+        return self.do_open(_connect, req)  # type: ignore[arg-type]
+
+
 @functools.cache
 def _opener() -> urllib.request.OpenerDirector:
-    """urllib without proxies and without redirects: a request, and the key in it, reaches the named host only."""
-    handler = urllib.request.HTTPHandler()
-    handler.http_open = lambda req: handler.do_open(_connect, req)  # type: ignore[method-assign,arg-type]
+    """urllib without proxies and redirects: a request, and its key, reaches the named host only."""
     opener = urllib.request.OpenerDirector()
-    for each in (
-        handler,
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(),
-    ):
-        opener.add_handler(each)
+    opener.add_handler(_DeadlineHandler())
+    opener.add_handler(urllib.request.HTTPErrorProcessor())
+    opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
     opener.addheaders = [("User-Agent", f"measure-speculative/{__version__}")]
     return opener
 
 
 def checked_url(url: str, option: str, query_allowed: bool = False) -> urllib.parse.SplitResult:
     """The parts of a plain http URL; UsageError for anything else, without echoing credentials."""
-    if "@" in (url.partition("?")[0] if query_allowed else url):
+    address = url
+    if query_allowed:
+        address = url.partition("?")[0]
+    if "@" in address:
         raise UsageError(
-            f"{option} holds credentials (not shown); put a key into the environment, see --api-key-env"
+            f"{option} holds credentials (not shown); put a key into the environment, "
+            "see --api-key-env"
         )
-    try:
-        parts = urllib.parse.urlsplit(url.strip())
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        raise UsageError(f"{option} is not a URL, like http://127.0.0.1:8080/v1") from None
-    if parts.scheme == "https":
-        raise UsageError(
-            f"{option} is https: encryption would be timed along with the server, so plain http only; "
-            "measure on the server's own machine or through a tunnel to it (ssh -L 8080:127.0.0.1:8080 HOST)"
-        )
-    if parts.scheme != "http" or not host:
-        raise UsageError(f"{option} {url!r} is not an http URL, like http://127.0.0.1:8080/v1")
+    parts = _http_parts(url, option)
     if parts.fragment or (parts.query and not query_allowed):
         plain = re.split(r"[?#]", url)[0]
         raise UsageError(f"{option} {plain!r} has a query or fragment; give the plain base URL")
-    if re.search(r"[\x00-\x20\x7f]", url.strip()) or not (parts.path + parts.query).isascii():
+    is_ascii = (parts.path + parts.query).isascii()
+    if not is_ascii or re.search(r"[\x00-\x20\x7f]", url.strip()):
         raise UsageError(
             f"{option} {url!r} holds a blank, control or non-ASCII character; write it as %XX"
         )
     return parts
 
 
+def _http_parts(url: str, option: str) -> urllib.parse.SplitResult:
+    try:
+        parts = urllib.parse.urlsplit(url.strip())
+        host, _ = parts.hostname, parts.port  # these may raise it too
+    except ValueError:
+        raise UsageError(f"{option} is not a URL, like http://127.0.0.1:8080/v1") from None
+    if parts.scheme == "https":
+        raise UsageError(
+            f"{option} is https: encryption would be timed along with the server, so plain http "
+            "only; measure on the server's own machine or through a tunnel to it "
+            "(ssh -L 8080:127.0.0.1:8080 HOST)"
+        )
+    if parts.scheme != "http" or not host:
+        raise UsageError(f"{option} {url!r} is not an http URL, like http://127.0.0.1:8080/v1")
+    return parts
+
+
 def base_urls(url: str, option: str) -> tuple[str, str]:
-    """(API base, server root): http://h:8080, http://h:8080/ and http://h:8080/v1/ all mean the same server."""
+    """(API base, server root).
+
+    http://h:8080, http://h:8080/ and http://h:8080/v1/ all mean the same server.
+    """
     parts = checked_url(url, option)
-    path = re.sub(r"/+$", "", re.sub(r"/chat/completions/*$", "", parts.path))
-    root, versioned = re.subn(r"/v\d+$", "", path)
     host = f"http://{parts.netloc}"
-    return host + (path if versioned else path + "/v1"), host + root
+    path = re.sub(r"/chat/completions/*$", "", parts.path).rstrip("/")
+    root = re.sub(r"/v\d+$", "", path)
+    if root == path:
+        path += "/v1"
+    return host + path, host + root
 
 
 def same_server(url: str, other: str) -> bool:
     """Whether two http URLs name the same host and port, as a key requires."""
-    a, b = urllib.parse.urlsplit(url), urllib.parse.urlsplit(other)
-    return (a.hostname, a.port or 80) == (b.hostname, b.port or 80)
+    return _host_and_port(url) == _host_and_port(other)
+
+
+def _host_and_port(url: str) -> tuple[Optional[str], int]:
+    parts = urllib.parse.urlsplit(url)
+    return parts.hostname, parts.port or 80
 
 
 def redacted(text: str, key: str, least: int = 1) -> str:
-    """The text without a key of `least` characters or more, however a server that echoes it may have spelled it."""
-    if len(key) >= least and key:
-        markup = (
-            key.replace("&", "&amp;")
-            .replace("<", "&lt;")
-            .replace(">", "&gt;")
-            .replace('"', "&quot;")
-        )
-        spellings = {
-            key,
-            markup,
-            urllib.parse.quote(key),
-            urllib.parse.quote(key, safe=""),
-            json.dumps(key)[1:-1],
-            key.replace("/", "\\/"),
-        }
-        for form in sorted(spellings, key=len, reverse=True):
-            text = text.replace(form, "[key]")
+    """The text without a key of `least` characters or more, however an echo has spelled it."""
+    if not key or len(key) < least:
+        return text
+    for spelling in _spellings(key):
+        text = text.replace(spelling, "[key]")
     return text
 
 
+def _spellings(key: str) -> list[str]:
+    """A key as it is, in markup, URL and JSON; the longest first, since one may hold another."""
+    markup = key.replace("&", "&amp;").replace("<", "&lt;")
+    markup = markup.replace(">", "&gt;").replace('"', "&quot;")
+    spellings = {key, markup, json.dumps(key)[1:-1], key.replace("/", "\\/")}
+    spellings.add(urllib.parse.quote(key))
+    spellings.add(urllib.parse.quote(key, safe=""))
+    return sorted(spellings, key=len, reverse=True)
+
+
 def scrubbed(value: Any, key: str, levels: int = 20) -> Any:
-    """A JSON value as it may be kept: without the key in its strings, numbers finite, no deeper than `levels`."""
-    if isinstance(value, dict):
-        return {
-            redacted(name, key, SECRET_LENGTH): scrubbed(item, key, levels - 1)
-            for name, item in value.items()
-            if levels
-        }
-    if isinstance(value, list):
-        return [scrubbed(item, key, levels - 1) for item in value if levels]
+    """A JSON value as it may be kept.
+
+    Without the key in its strings, numbers finite, no deeper than `levels`.
+    """
+    if isinstance(value, str):
+        return redacted(value, key, SECRET_LENGTH)
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return redacted(value, key, SECRET_LENGTH) if isinstance(value, str) else value
+    if isinstance(value, list):
+        return [scrubbed(item, key, levels - 1) for item in value if levels]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    if levels:
+        for name, item in value.items():
+            kept[redacted(name, key, SECRET_LENGTH)] = scrubbed(item, key, levels - 1)
+    return kept
 
 
 def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
     """An HTTP error status in the server's own words."""
+    text = _body_text(error) or error.reason
+    if 300 <= error.code < 400:
+        target = error.headers.get("Location")
+        text = f"redirects to {target}; redirects are not followed, give the final URL"
+    if error.code >= 500 and error.code != 503:
+        text = f"{text}; see the server's log"
+    said = one_line(redacted(f"HTTP {error.code}: {text}", key))
+    return RequestFailed(said, error.code, error.headers.get("Retry-After"))
+
+
+def _body_text(error: urllib.error.HTTPError) -> str:
     body = b""
     with error, contextlib.suppress(OSError, http.client.HTTPException):
         body = error.read(65536)
-    text = "an HTML page" if body.lstrip()[:1] == b"<" else body.decode("utf-8", "replace")
+    if _is_html(body):
+        return "an HTML page"
+    text = body.decode("utf-8", "replace")
     with contextlib.suppress(ValueError):
-        said = loads(text)
-        text = said_in(as_dict(said).get("error") or said)
-    if 300 <= error.code < 400:
-        text = f"redirects to {error.headers.get('Location')}; redirects are not followed, give the final URL"
-    text = text or error.reason
-    if error.code >= 500 and error.code != 503:
-        text = f"{text}; see the server's log"
-    retry_after = error.headers.get("Retry-After") if error.headers else None
-    return RequestFailed(
-        one_line(redacted(f"HTTP {error.code}: {text}", key)), error.code, retry_after
-    )
+        value = loads(text)
+        text = said_in(as_dict(value).get("error") or value)
+    return text
 
 
-def said_in(error: Any) -> str:
+def _is_html(body: bytes) -> bool:
+    return body.lstrip().startswith(b"<")
+
+
+def said_in(error: object) -> str:
     """The words of an error object, as servers shape it."""
-    words = as_dict(error).get("message") or as_dict(error).get("detail") or error
-    return words if isinstance(words, str) else json.dumps(words)
+    fields = as_dict(error)
+    words = fields.get("message") or fields.get("detail") or error
+    if isinstance(words, str):
+        return words
+    return json.dumps(words)
 
 
 def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
-    reason = error if isinstance(error, UnicodeError) else getattr(error, "reason", error)
+    """What kept an exchange from its end, and what to do."""
+    reason = getattr(error, "reason", error)
+    if isinstance(error, UnicodeError):  # whose `reason` is a text
+        reason = error
     if isinstance(reason, (socket.timeout, TimeoutError)):
         return f"no answer within {timeout_s:g} s; is it overloaded? A longer limit: --timeout"
     if isinstance(reason, ConnectionRefusedError):
         return "connection refused; is the server running, and is the port right?"
     if getattr(reason, "errno", None) in (errno.EMFILE, errno.ENFILE):
-        return "this machine allows no more open connections; lower --concurrency, or raise its limit (ulimit -n)"
+        return (
+            "this machine allows no more open connections; lower --concurrency, or raise its "
+            "limit (ulimit -n)"
+        )
     if isinstance(reason, (socket.gaierror, UnicodeError)):
         return "the host name is not known"
     if isinstance(reason, (ConnectionError, http.client.IncompleteRead)):
@@ -1222,16 +1414,24 @@ def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
     return one_line(redacted(f"{type(reason).__name__}: {reason}; is this an HTTP server?", key))
 
 
+PIECE_BYTES = 65536
+
+
 def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """The body in pieces as they arrive, unpacked where it is gzip; IncompleteRead where it was cut."""
-    left = response.length if not response.chunked else None
+    """The body in pieces as they arrive, unpacked where it is gzip.
+
+    IncompleteRead where it was cut, RequestFailed where it is too long or no gzip after all.
+    """
+    length = None if response.chunked else response.length
+    left = sys.maxsize if length is None else length
     total, unpack = 0, None
-    while left is None or left > 0:
-        # read1 returns what has arrived; its own book-keeping of Content-Length differs between versions.
-        piece = response.read1(65536 if left is None else min(65536, left))
+    while left > 0:
+        # read1 returns what has arrived; its own book-keeping of Content-Length differs between
+        # versions.
+        piece = response.read1(left if left < PIECE_BYTES else PIECE_BYTES)
         if not piece:
             break
-        left = None if left is None else left - len(piece)
+        left -= len(piece)
         if not total and unpack is None and piece[:1] == b"\x1f":
             unpack = zlib.decompressobj(31)
         if unpack:
@@ -1245,31 +1445,40 @@ def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
                 f"sent more than {MAX_BODY_BYTES >> 20} MiB; does its answer stop at --max-tokens?"
             )
         yield piece
-    if left or (unpack and not unpack.eof):
-        raise http.client.IncompleteRead(b"", left)
+    is_cut = length is not None and left > 0
+    if is_cut or (unpack and not unpack.eof):
+        raise http.client.IncompleteRead(b"")
 
 
 def exchange(
     url: str,
     key: str,
     timeout_s: float,
-    read: Callable[[http.client.HTTPResponse], Any],
+    read: Callable[[http.client.HTTPResponse], T],
     body: Optional[JSON] = None,
-) -> Any:
-    """What `read` makes of the response to a GET, or to a POST of `body`; RequestFailed says why there is none."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    data = None if body is None else json.dumps(body).encode()
-    if data is not None:
-        headers["Content-Type"] = "application/json"
+) -> T:
+    """What `read` makes of the response to a GET, or to a POST of `body`.
+
+    RequestFailed says why there is none.
+    """
     try:
-        with contextlib.closing(
-            _opener().open(urllib.request.Request(url, data, headers), timeout=timeout_s)
-        ) as sent:
-            return read(sent)
+        request = _request(url, key, body)
+        with contextlib.closing(_opener().open(request, timeout=timeout_s)) as response:
+            return read(response)
     except urllib.error.HTTPError as error:
         raise _refusal(error, key) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
+
+
+def _request(url: str, key: str, body: Optional[JSON]) -> urllib.request.Request:
+    request = urllib.request.Request(url)
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    if body is not None:
+        request.data = json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    return request
 
 
 def whole_body(response: http.client.HTTPResponse) -> bytes:
@@ -1281,34 +1490,33 @@ def get_text(
     url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S
 ) -> tuple[str, http.client.HTTPMessage]:
     """The text of a GET and its headers, key removed; RequestFailed otherwise."""
-    body, headers = exchange(
-        url, key, timeout_s, lambda response: (whole_body(response), response.headers)
-    )
-    return redacted(body.decode("utf-8-sig", "replace"), key, SECRET_LENGTH), headers
+    body, headers = exchange(url, key, timeout_s, lambda sent: (whole_body(sent), sent.headers))
+    text = body.decode("utf-8-sig", "replace")
+    return redacted(text, key, SECRET_LENGTH), headers
 
 
 def get_json(url: str, key: str, timeout_s: float) -> tuple[Any, http.client.HTTPMessage]:
-    """The JSON value of a GET and the headers, key removed; RequestFailed or ValueError otherwise."""
+    """The JSON value of a GET and the headers, key removed.
+
+    RequestFailed where there is no answer, ValueError where it is no JSON.
+    """
     text, headers = get_text(url, key, timeout_s)
     return scrubbed(loads(text), key), headers
 
 
-def patiently(call: Callable[[], Any], say: Say, who: str) -> tuple[Any, float]:
-    """(result, seconds waited): repeats `call` while the server answers 503 or 429, MAX_WAIT_S at most."""
-    waited, growing, next_word = 0.0, 1.0, 0.0
+def patiently(call: Callable[[], T], say: Say, who: str) -> tuple[T, float]:
+    """(result, seconds waited): repeats `call` while the server answers 503 or 429.
+
+    RequestFailed of any other status, and of these once the wait would be above MAX_WAIT_S.
+    """
+    waited, usual_pause, next_word = 0.0, 1.0, 0.0
     while True:
         try:
             return call(), waited
         except RequestFailed as error:
             if error.status not in (429, 503):
                 raise
-            pause = growing
-            with contextlib.suppress(
-                ValueError
-            ):  # a date is allowed too; the usual pause is as good
-                told = float(error.retry_after or growing)
-                pause = told if math.isfinite(told) else growing
-            pause = min(max(pause, 0.5), MAX_WAIT_S)
+            pause = _pause_after(error, usual_pause)
             if waited + pause > MAX_WAIT_S:
                 when = "the model is loaded" if error.status == 503 else "it is less busy"
                 words = f"{error} - still so after waiting {waited:.0f} s; try again when {when}"
@@ -1316,64 +1524,47 @@ def patiently(call: Callable[[], Any], say: Say, who: str) -> tuple[Any, float]:
             if waited >= next_word:
                 say(f"{who} answers {error}; waiting {pause:g} s, {MAX_WAIT_S:g} s at most")
                 next_word = waited + 10
-            time.sleep(pause)
-            waited, growing = waited + pause, min(growing * 2, 10.0)
+        time.sleep(pause)
+        waited += pause
+        usual_pause = min(usual_pause * 2, 10.0)
+
+
+def _pause_after(error: RequestFailed, usual: float) -> float:
+    """Seconds to wait: as the server asks in its Retry-After, else as usual."""
+    pause = usual
+    with contextlib.suppress(ValueError):  # a date is allowed too; the usual pause is as good
+        asked = float(error.retry_after or usual)
+        if math.isfinite(asked):
+            pause = asked
+    return min(max(pause, 0.5), MAX_WAIT_S)
 
 
 def complete(endpoint: Endpoint, messages: Sequence[JSON]) -> Answer:
-    """One greedy completion, timed from the request to its last byte.  RequestFailed where there is no whole answer."""
-    extra: JSON = (
-        {"stream": True, "stream_options": {"include_usage": True}}
-        if endpoint.stream
-        else {"stream": False}
-    )
-    started = time.perf_counter()
-    answer: Answer = post_chat(
-        endpoint, messages, extra, lambda sent: _read_answer(sent, started, endpoint.key)
-    )
-    return answer
+    """One greedy completion, timed from the request to its last byte.
+
+    RequestFailed where there is no whole answer.
+    """
+    extra: JSON = {"stream": endpoint.stream}
+    if endpoint.stream:
+        extra["stream_options"] = {"include_usage": True}
+    builder = AnswerBuilder(time.perf_counter(), endpoint.key)
+    return post_chat(endpoint, messages, extra, builder.read)
 
 
 def post_chat(
     endpoint: Endpoint,
     messages: Sequence[JSON],
     extra: JSON,
-    read: Callable[[http.client.HTTPResponse], Any],
-) -> Any:
-    """What `read` makes of the answer to a chat request; the endpoint's own fields win, and a null removes one."""
-    body = {"model": endpoint.model, "messages": list(messages), **extra, **endpoint.request}
-    body = {name: value for name, value in body.items() if value is not None}
-    return exchange(
-        endpoint.api + "/chat/completions", endpoint.key, endpoint.timeout_s, read, body
-    )
+    read: Callable[[http.client.HTTPResponse], T],
+) -> T:
+    """What `read` makes of the answer to a chat request.
 
-
-def _read_answer(response: http.client.HTTPResponse, started: float, key: str) -> Answer:
-    pieces, builder = body_pieces(response), AnswerBuilder(started, key)
-    first = next(pieces, b"")
-    as_stream = "event-stream" in (response.headers.get("Content-Type") or "").lower()
-    if as_stream or re.match(rb"(\xef\xbb\xbf)?\s*(data|event|id|retry)?:", first):
-        builder.add_stream(first, pieces)
-        return builder.answer(streamed=True)
-    body = b"".join([first, *pieces])
-    at = time.perf_counter()
-    text, builder.undecodable = _decoded(body)
-    try:
-        event = loads(text.lstrip("\ufeff"))
-    except ValueError:
-        kind = (
-            "an HTML page"
-            if body.lstrip()[:1] == b"<"
-            else "nothing"
-            if not body.strip()
-            else "no valid JSON"
-        )
-        raise RequestFailed(
-            f"answered with {kind}; is this the base URL of an OpenAI-compatible server?"
-        ) from None
-    builder.add(event, at)
-    builder.done = bool(as_dict(event).get("choices"))
-    return builder.answer(streamed=False)
+    The endpoint's own fields win, and a null removes one.
+    """
+    fields = {"model": endpoint.model, "messages": list(messages), **extra, **endpoint.request}
+    body = {name: value for name, value in fields.items() if value is not None}
+    url = endpoint.api + "/chat/completions"
+    return exchange(url, endpoint.key, endpoint.timeout_s, read, body)
 
 
 def _decoded(raw: bytes) -> tuple[str, bool]:
@@ -1384,19 +1575,66 @@ def _decoded(raw: bytes) -> tuple[str, bool]:
         return raw.decode("utf-8", "replace"), True
 
 
-class AnswerBuilder:
-    """Puts one answer together from the events of a stream, or from the single event that a plain answer is."""
+class DecodeTime(NamedTuple):
+    """The seconds in which so many tokens of an answer were made, and who says so."""
 
-    def __init__(self, started: float, key: str = "") -> None:
-        self.started, self.key = started, key
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
-        self.finish_reason: Optional[str] = None
-        self.usage, self.statistics = JSON(), JSON()
-        self.first_at = self.last_text_at = self.last_at = None  # type: Optional[float]
-        self.first_tokens: Optional[int] = None
-        self.done = self.undecodable = self.several_choices = self.lacks_a_piece = False
-        self.unreadable = 0
+    seconds: Optional[float] = None
+    tokens: Optional[int] = None
+    source: Optional[str] = None  # "timings", "stream", or "stream-approximate"
+
+
+@dataclass
+class AnswerBuilder:
+    """Puts one answer together from a stream of events, or from the one that a plain answer is.
+
+    Times are those of perf_counter.
+    """
+
+    started: float
+    key: str = field(default="", repr=False)
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    finish_reason: Optional[str] = None
+    usage: JSON = field(default_factory=dict)
+    statistics: JSON = field(default_factory=dict)
+    first_at: Optional[float] = None  # when the first text came
+    last_text_at: float = 0.0
+    last_at: float = 0.0  # when the last event came
+    first_tokens: Optional[int] = None  # in the first text, where its event tells them
+    done: bool = False
+    undecodable: bool = False
+    several_choices: bool = False
+    unreadable: bool = False  # some event was no JSON
+    lacks_a_piece: bool = False  # such an event may have held some of the text
+
+    def read(self, response: http.client.HTTPResponse) -> Answer:
+        """The answer of a response: a server may stream or not, whatever it was asked for."""
+        pieces = body_pieces(response)
+        first = next(pieces, b"")
+        kind = response.headers.get("Content-Type") or ""
+        as_events = re.match(rb"(\xef\xbb\xbf)?\s*(data|event|id|retry)?:", first)
+        if as_events or "event-stream" in kind.lower():
+            self.add_stream(first, pieces)
+            return self.answer(streamed=True)
+        body = b"".join([first, *pieces])
+        self._add_plain(body, time.perf_counter())
+        return self.answer(streamed=False)
+
+    def _add_plain(self, body: bytes, at: float) -> None:
+        text, self.undecodable = _decoded(body)
+        try:
+            event = loads(text.lstrip("\ufeff"))
+        except ValueError:
+            kind = "no valid JSON"
+            if _is_html(body):
+                kind = "an HTML page"
+            elif not body.strip():
+                kind = "nothing"
+            raise RequestFailed(
+                f"answered with {kind}; is this the base URL of an OpenAI-compatible server?"
+            ) from None
+        self.add(event, at)
+        self.done = bool(as_dict(event).get("choices"))
 
     def add_stream(self, first: bytes, pieces: Iterator[bytes]) -> None:
         """Read server-sent events up to [DONE] or the end; a cut connection just ends them."""
@@ -1414,51 +1652,62 @@ class AnswerBuilder:
                     data, failed = [], False
                 elif re.match(rb"error:|event:\s*error\s*$", line):
                     failed = True
-                    data += [line[6:]] * line.startswith(b"error:")
+                    if line.startswith(b"error:"):
+                        data.append(line[6:])
         if data:  # the blank line behind the last event may be missing although all was said
             self._dispatch(data, at, failed)
 
     def _dispatch(self, data: list[bytes], at: float, failed: bool) -> None:
-        text, damaged = _decoded(b"\n".join(data).strip())
-        self.undecodable |= damaged
+        """Take in the lines of one event; `failed` where it was sent as an error."""
+        text, is_damaged = _decoded(b"\n".join(data).strip())
+        self.undecodable |= is_damaged
         if text == "[DONE]" and not failed:
-            self.done, self.last_at = True, at
+            self.done = True
+            self.last_at = at
             return
         event = None
         try:
             event = json.loads(text)
         except (ValueError, RecursionError) as error:
-            self.unreadable += bool(text)
-            is_cut = isinstance(error, json.JSONDecodeError) and bool(
-                re.search(r"[{}\"]", text)
-            )  # not a mere "ping"
-            self.lacks_a_piece |= (is_cut or '"content"' in text) and self.finish_reason is None
-        if event is not None or failed:
-            self.add({"error": event or text or "no reason given"} if failed else event, at)
+            self._note_unreadable(text, error)
+        if failed:
+            self.add({"error": event or text or "no reason given"}, at)
+        elif event is not None:
+            self.add(event, at)
 
-    def add(self, event: Any, at: float) -> None:
+    def _note_unreadable(self, text: str, error: Exception) -> None:
+        self.unreadable |= bool(text)
+        is_cut = isinstance(error, json.JSONDecodeError)
+        looks_like_json = re.search(r"[{}\"]", text)  # a mere "ping" does not
+        if self.finish_reason is None and ((is_cut and looks_like_json) or '"content"' in text):
+            self.lacks_a_piece = True
+
+    def add(self, event: object, at: float) -> None:
         """Take in one event; RequestFailed for an error object, whatever came before it."""
-        event, self.last_at = as_dict(event), at
-        complaint = event.get("error") or (
-            "choices" not in event and (event.get("message") or event.get("detail"))
-        )
-        if complaint or "error" in (event.get("object"), event.get("type")):
-            words = said_in(event.get("error") or event)
+        fields = as_dict(event)
+        self.last_at = at
+        complaint = fields.get("error")
+        if not complaint and "choices" not in fields:
+            complaint = fields.get("message") or fields.get("detail")
+        if complaint or "error" in (fields.get("object"), fields.get("type")):
+            words = said_in(fields.get("error") or fields)
             said = one_line(redacted(f"sent an error instead of an answer: {words}", self.key))
-            raise RequestFailed(said + "; see the server's log")
-        self.usage = as_dict(event.get("usage")) or self.usage
-        choices = event.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            self._add_choice(as_dict(choice), at)
+            raise RequestFailed(f"{said}; see the server's log")
+        self.usage = as_dict(fields.get("usage")) or self.usage
+        choices = fields.get("choices")
+        if isinstance(choices, list):
+            for choice in choices:
+                self._add_choice(choice, at)
         for name in STATISTICS_KEYS:
-            if event.get(name):
-                self.statistics[name] = event[name]
+            if fields.get(name):
+                self.statistics[name] = fields[name]
 
-    def _add_choice(self, choice: JSON, at: float) -> None:
-        if choice.get("index") not in (None, 0, "0"):
+    def _add_choice(self, choice: object, at: float) -> None:
+        fields = as_dict(choice)
+        if fields.get("index") not in (None, 0, "0"):
             self.several_choices = True
             return
-        part = as_dict(choice.get("delta") or choice.get("message"))
+        part = as_dict(fields.get("delta") or fields.get("message"))
         content = _text_of(part.get("content"))
         reasoning = _text_of(part.get("reasoning_content") or part.get("reasoning"))
         if content or reasoning:
@@ -1466,26 +1715,78 @@ class AnswerBuilder:
             self.reasoning.append(reasoning)
             self.last_text_at = at
             if self.first_at is None:
-                self.first_at, ids = at, choice.get("token_ids")
-                told = as_count(self.usage.get("completion_tokens"))
-                self.first_tokens = len(ids) if isinstance(ids, list) else told
-        if choice.get("finish_reason"):
-            self.finish_reason = redacted(str(choice["finish_reason"]), self.key, SECRET_LENGTH)
-        if isinstance(choice.get("speculative_decoding"), dict):
-            self.statistics["choice"] = choice["speculative_decoding"]
+                self.first_at = at
+                self.first_tokens = self._tokens_at_first(fields.get("token_ids"))
+        if fields.get("finish_reason"):
+            reason = str(fields["finish_reason"])
+            self.finish_reason = redacted(reason, self.key, SECRET_LENGTH)
+        if isinstance(fields.get("speculative_decoding"), dict):
+            self.statistics["choice"] = fields["speculative_decoding"]
+
+    def _tokens_at_first(self, token_ids: object) -> Optional[int]:
+        """How many tokens the first text holds, where its event tells them."""
+        if isinstance(token_ids, list):
+            return len(token_ids)
+        return as_count(self.usage.get("completion_tokens"))
 
     def answer(self, streamed: bool) -> Answer:
         """The answer so far; RequestFailed where it is not whole."""
-        content, damaged = _joined(self.content, self.key)
-        reasoning, damaged_too = _joined(self.reasoning, self.key)
+        content = self._joined(self.content)
+        reasoning = self._joined(self.reasoning)
+        self._check_whole(content, reasoning)
+        details = as_dict(self.usage.get("completion_tokens_details"))
+        if details:
+            self.statistics["usage_details"] = details
+        tokens = as_count(self.usage.get("completion_tokens"))
+        if self.several_choices:  # the count covers them all
+            tokens = None
+        latency_s = self.last_at - self.started
+        ttft_s = None
+        decode = self._told_decode_time()
+        if streamed and self.first_at is not None:
+            ttft_s = self.first_at - self.started
+            decode = decode or self._stream_decode_time(self.first_at, tokens)
+        decode = decode or DecodeTime()
+        statistics = scrubbed(self.statistics, self.key)
+        return Answer(
+            content=content,
+            reasoning=reasoning,
+            finish_reason=self.finish_reason,
+            latency_s=latency_s,
+            ttft_s=ttft_s,
+            decode_s=decode.seconds,
+            decode_tokens=decode.tokens,
+            decode_source=decode.source,
+            completion_tokens=tokens,
+            prompt_tokens=as_count(self.usage.get("prompt_tokens")),
+            cached_tokens=self._cached_tokens(),
+            statistics=statistics,
+            streamed=streamed,
+            undecodable=self.undecodable,
+        )
+
+    def _joined(self, parts: list[str]) -> str:
+        """The text, with half of a surrogate pair as U+FFFD: two halves may come in two events."""
+        text = redacted("".join(parts), self.key, SECRET_LENGTH)
+        try:
+            text.encode("utf-8")
+            return text
+        except UnicodeEncodeError:
+            whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            self.undecodable |= whole.count("\ufffd") > text.count("\ufffd")
+            return whole
+
+    def _check_whole(self, content: str, reasoning: str) -> None:
+        """RequestFailed where the answer did not end as an answer does."""
         if not (self.done or self.finish_reason):
             raise RequestFailed(
-                f"the answer ended without a finish reason and without [DONE] ({len(content)} "
-                "characters had come); did the server stop or crash? See its log"
+                "the answer ended without a finish reason and without [DONE] "
+                f"({len(content)} characters had come); did the server stop or crash? See its log"
             )
         if self.lacks_a_piece:
             raise RequestFailed(
-                "sent a stream with a damaged event, so its text lacks a piece; see the server's log"
+                "sent a stream with a damaged event, so its text lacks a piece; see the server's "
+                "log"
             )
         if re.search(r"(?i)error|abort|cancel|timed?.?out|fail", self.finish_reason or ""):
             raise RequestFailed(
@@ -1493,98 +1794,79 @@ class AnswerBuilder:
             )
         if self.unreadable and not (content or reasoning):
             raise RequestFailed("sent a stream that cannot be read: no event of it is JSON")
-        if details := as_dict(self.usage.get("completion_tokens_details")):
-            self.statistics["usage_details"] = details
-        tokens = None if self.several_choices else as_count(self.usage.get("completion_tokens"))
-        timings = as_dict(self.statistics.get("timings"))
-        cached = as_count(as_dict(self.usage.get("prompt_tokens_details")).get("cached_tokens"))
-        return Answer(
-            content,
-            reasoning,
-            self.finish_reason,
-            (self.last_at or self.started) - self.started,
-            self.first_at - self.started if streamed and self.first_at is not None else None,
-            *self._decode_time(timings, tokens, streamed),
-            tokens,
-            as_count(self.usage.get("prompt_tokens")),
-            as_count(timings.get("cache_n")) if cached is None else cached,
-            scrubbed(self.statistics, self.key),
-            streamed,
-            self.undecodable or damaged or damaged_too,
-        )
 
-    def _decode_time(
-        self, timings: JSON, tokens: Optional[int], streamed: bool
-    ) -> tuple[Optional[float], Optional[int], Optional[str]]:
-        """(seconds, tokens made in them, source): the server's own clock where it tells it, else the stream's."""
-        told_ms, told_n = (
-            as_number(timings.get("predicted_ms")),
-            as_count(timings.get("predicted_n")),
-        )
-        if told_ms and 1e-6 < told_ms < 1e12 and told_n and told_n > 1:
-            rate = as_number(timings.get("predicted_per_second")) or 0.0
-            # newer llama.cpp books the first token to the prompt, as its own rate shows; others book it to this time
-            without_first = abs(rate * told_ms / 1000 - (told_n - 1)) < 0.25
-            return told_ms / 1000, told_n - without_first, "timings"
-        if not streamed or tokens is None or self.first_at is None or self.last_text_at is None:
-            return None, None, None
-        decode_tokens = tokens - (self.first_tokens or 1)
-        if decode_tokens < 1 or self.last_text_at <= self.first_at:
-            return None, None, None
-        return (
-            self.last_text_at - self.first_at,
-            decode_tokens,
-            "stream" if self.first_tokens else "stream-approximate",
-        )
+    def _cached_tokens(self) -> Optional[int]:
+        """Prompt tokens that the server did not have to compute, where it tells them."""
+        details = as_dict(self.usage.get("prompt_tokens_details"))
+        cached = as_count(details.get("cached_tokens"))
+        if cached is None:
+            cached = as_count(as_dict(self.statistics.get("timings")).get("cache_n"))
+        return cached
+
+    def _told_decode_time(self) -> Optional[DecodeTime]:
+        """By the server's own clock, None where it does not tell it."""
+        timings = as_dict(self.statistics.get("timings"))
+        told_ms = as_number(timings.get("predicted_ms"))
+        told_tokens = as_count(timings.get("predicted_n"))
+        if told_ms is None or not 1e-6 < told_ms < 1e12:
+            return None
+        if told_tokens is None or told_tokens < 2:
+            return None
+        rate = as_number(timings.get("predicted_per_second")) or 0.0
+        # newer llama.cpp books the first token to the prompt, as its own rate shows; others book
+        # it to this time
+        is_without_first = abs(rate * told_ms / 1000 - (told_tokens - 1)) < 0.25
+        return DecodeTime(told_ms / 1000, told_tokens - is_without_first, "timings")
+
+    def _stream_decode_time(self, first_at: float, tokens: Optional[int]) -> Optional[DecodeTime]:
+        """From the first text to the last, for the tokens after the first text."""
+        later_tokens = (tokens or 0) - (self.first_tokens or 1)
+        seconds = self.last_text_at - first_at
+        if later_tokens < 1 or seconds <= 0:
+            return None
+        source = "stream" if self.first_tokens else "stream-approximate"
+        return DecodeTime(seconds, later_tokens, source)
 
 
 def _lines(first: bytes, pieces: Iterator[bytes]) -> Iterator[tuple[bytes, float]]:
-    """Whole lines without their ends, which are LF, CRLF or CR, and when they came; and the unfinished last one.
+    """Whole lines without their ends, which are LF, CRLF or CR, and when they came.
 
-    Lines that came together have one time: a stream that a proxy held back must not look like fast decoding.
+    The unfinished last one too.  Lines that came together have one time: a stream that a proxy held
+    back must not look like fast decoding.
     """
-    rest, after_return, at = bytearray(), False, time.perf_counter()
-    piece: Optional[bytes] = first[3:] if first.startswith(b"\xef\xbb\xbf") else first
+    rest, after_return = bytearray(), False
     try:
-        while piece is not None:
+        for arrived in itertools.chain([first.removeprefix(b"\xef\xbb\xbf")], pieces):
+            at = time.perf_counter()
+            piece = arrived
             if after_return and piece[:1] == b"\n":
                 piece = piece[1:]
             after_return = piece[-1:] == b"\r"
             rest += piece
             if b"\n" in piece or b"\r" in piece:
                 lines = bytes(rest).splitlines(keepends=True)
-                rest = bytearray() if lines[-1][-1:] in b"\r\n" else bytearray(lines.pop())
+                rest = bytearray()
+                if lines[-1][-1:] not in b"\r\n":
+                    rest += lines.pop()
                 for line in lines:
                     yield line.rstrip(b"\r\n"), at
-            piece, at = next(pieces, None), time.perf_counter()
     except http.client.IncompleteRead:
         yield bytes(rest), at
         raise
-    yield bytes(rest), at
+    yield bytes(rest), time.perf_counter()
 
 
-def _text_of(value: Any) -> str:
-    """Text of a content field: a string, or a list of typed parts of which the text parts count."""
+def _text_of(value: object) -> str:
+    """Text of a content field: a string, or a list of parts of which those of type text count."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         return ""
-    return "".join(
-        str(as_dict(part).get("text") or "")
-        for part in value
-        if as_dict(part).get("type") == "text"
-    )
-
-
-def _joined(parts: list[str], key: str) -> tuple[str, bool]:
-    """(text, whether half a surrogate pair had to become U+FFFD): two halves may come in two events."""
-    text = redacted("".join(parts), key, SECRET_LENGTH)
-    try:
-        text.encode("utf-8")
-        return text, False
-    except UnicodeEncodeError:
-        whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return whole, whole.count("\ufffd") > text.count("\ufffd")
+    texts = []
+    for part in map(as_dict, value):
+        if part.get("type") == "text":
+            texts.append(str(part.get("text") or ""))
+    return "".join(texts)
 
 
 # ---- Prometheus scraper -------------------------------------------------------------------------
