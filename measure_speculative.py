@@ -5475,6 +5475,10 @@ def worth_keeping(runs: Sequence[Run]) -> bool:
 
 
 # ---- report -------------------------------------------------------------------------------------
+# All from the records alone, in four steps: words for a value, tables of cells that are text
+# already, the cells of a record, and blocks of lines (for the terminal, for a bug report, for a
+# whole notebook).  Whatever the schema allows can be told: each unknown is said, and stops nothing.
+
 
 VERDICT_WORDS = {
     "pays": "PAYS",
@@ -5484,6 +5488,19 @@ VERDICT_WORDS = {
 }
 
 RATIO_NOTE = "Ratio: geometric mean of the paired ratios; tokens/s: all tokens over all time."
+
+# What `more_prompts` holds in the records where no number of prompts is worth measuring.
+TOO_MANY_PROMPTS = "more than 100"
+
+ENDPOINT_COLUMNS = (
+    "Server",
+    "URL",
+    "Engine",
+    "Completed",
+    "Tokens/s",
+    "Decode tokens/s",
+    "First token ms",
+)
 
 WORKLOAD_COLUMNS = (
     "Workload",
@@ -5496,501 +5513,23 @@ WORKLOAD_COLUMNS = (
     "Completions identical",
 )
 
+DRAFT_COLUMNS = (
+    "Drafts",
+    "Accepted / drafted",
+    "alpha",
+    "Tokens per draft step",
+    "Tokens per target step",
+    "Draft steps",
+)
 
-def figure(value: Optional[float], digits: int = 2) -> str:
-    """A figure for people; a dash where it is unknown."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def interval_of(estimated: Optional[JSON]) -> str:
-    """ "1.71 to 1.98", or a dash where there is no interval."""
-    if not estimated or estimated["low"] is None:
-        return "-"
-    digits = (
-        3 if any(abs(estimated[end] - 1) < 0.01 for end in ("low", "high")) else 2
-    )  # which side of 1 matters
-    return f"{estimated['low']:.{digits}f} to {estimated['high']:.{digits}f}"
-
-
-def ratio_in(record: JSON) -> Optional[float]:
-    """The speed-up of a comparison or of one kind of work in it."""
-    return (record["speedup"] or {}).get("ratio")
-
-
-def speed_words(estimated: Optional[JSON]) -> str:
-    """ "1.84x (1.71 to 1.98)"."""
-    if not estimated:
-        return "ratio unknown"
-    return f"{estimated['ratio']:.2f}x" + (
-        f" ({interval_of(estimated)})" if estimated["low"] is not None else ""
-    )
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Columns as wide as their cells; the first `words` columns left, the rest right-aligned, headings folded.
-
-    At most 100 columns: the widest of the word columns gives way.
-    """
-    cells = [[one_printable_line(cell) for cell in row] for row in rows]
-    heads = [
-        name.split(" ") if max((len(row[i]) for row in cells), default=0) < len(name) else [name]
-        for i, name in enumerate(header)
-    ]
-    depth = max(map(len, heads))
-    cells = [
-        [([""] * (depth - len(head)) + head)[i] for head in heads] for i in range(depth)
-    ] + cells
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    while sum(widths) + 2 * (len(widths) - 1) > TABLE_COLUMNS and max(widths[:words]) > 8:
-        widths[widths.index(max(widths[:words]))] -= 1
-    cells.insert(depth, ["-" * width for width in widths])
-
-    def fitted(i: int, cell: str) -> str:
-        text = cell if len(cell) <= widths[i] else cell[: widths[i] - 3] + "..."
-        return text.ljust(widths[i]) if i < words else text.rjust(widths[i])
-
-    return "\n".join(
-        "  ".join(fitted(i, cell) for i, cell in enumerate(row)).rstrip() for row in cells
-    )
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same table as Markdown."""
-    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(
-        f"| {' | '.join(line)} |"
-        for line in [header, ["---"] + ["---:"] * (len(header) - 1), *body]
-    )
-
-
-def cells_of(part: JSON) -> dict[str, str]:
-    """What the tables show of a comparison, or of one kind of work in it, by column."""
-    texts = part["text_comparison"]
-    identical = f"{texts['identical']} of {texts['compared']}"
-    return {
-        "Baseline tokens/s": figure(part["baseline_tokens_per_s"]),
-        "With draft tokens/s": figure(part["speculative_tokens_per_s"]),
-        "Ratio": figure(ratio_in(part)),
-        "95% interval": interval_of(part["speedup"]),
-        "Verdict": VERDICT_WORDS[part["verdict"]].lower() if part.get("prompts") != 0 else "-",
-        "Acceptance": figure((part["acceptance"] or {}).get("rate")),
-        "Identical": identical,
-        "Completions identical": identical,
-    }
-
-
-def picked(columns: Sequence[str], rows: Sequence[dict[str, str]]) -> list[list[str]]:
-    """Rows with these columns, in this order."""
-    return [[row[name] for name in columns] for row in rows]
-
-
-def arm_of(record: JSON) -> str:
-    """The arm that an endpoint record is about."""
-    return str(record["label"].rsplit("/", 1)[-1])
-
-
-def workload_rows(record: JSON) -> list[list[str]]:
-    """A row for each kind of work and, where there are several, one for all."""
-    parts = list(record["workloads"])
-    if len(parts) != 1:
-        parts.append({**record, "workload": "all"})
-    return picked(
-        WORKLOAD_COLUMNS, [{"Workload": part["workload"], **cells_of(part)} for part in parts]
-    )
-
-
-def endpoint_lines(records: Sequence[JSON]) -> list[str]:
-    """Who was measured, and how much of it came back."""
-    rows = [
-        [
-            arm_of(r),
-            r["base_url"],
-            f"{r['engine']} {r['engine_version']}".replace(" unknown", ""),
-            f"{r['completed']} of {r['requests']}",
-            figure(r["output_tokens_per_s"]),
-            figure(r["decode_tokens_per_s"]),
-            figure(r["ttft_s"] and 1000 * r["ttft_s"]["p50"], 0),
-        ]
-        for r in records
-    ]
-    return [
-        text_table(
-            (
-                "Server",
-                "URL",
-                "Engine",
-                "Completed",
-                "Tokens/s",
-                "Decode tokens/s",
-                "First token ms",
-            ),
-            rows,
-            3,
-        )
-    ]
-
-
-def is_noise_check(record: JSON) -> bool:
-    """Whether a comparison is of a server with itself, a check of the noise."""
-    return any(entry["finding"] == "same-server" and entry["noise"] for entry in record["audit"])
-
-
-def explanation_lines(record: JSON) -> list[str]:
-    """Why it pays or not, in the terms of the field and in plain words."""
-    why, acceptance = record["break_even"], record["acceptance"] or {}
-    length, cost, fit = why["tokens_per_step"], why["step_cost"], why["fit"]
-    if record["verdict"] is None:
-        return ["Why: no draft was made."]
-    if is_noise_check(record):
-        return ["Why: both arms are the same server, so there is nothing to explain."]
-    if why["applies"] == "no-acceptance" and length is None:
-        return [
-            "Why: not known; neither the answers nor the metrics tell what became of the drafts."
-        ]
-    start = f"Why, as to decoding: {figure(length)} tokens per target step"
-    if cost is None:
-        return [
-            f"{start}; the cost of a step is unknown (both servers' decode times are needed, from the same kind "
-            "of clock)."
-        ]
-    gain = (
-        "more than it costs, so decoding gains"
-        if length > cost
-        else "no more, so decoding does not gain"
-    )
-    lines = [
-        f"{start}, and a step costs {cost:.2f} target steps: it brings {gain}.",
-        "     " + bar_words(why, acceptance),
-    ]
-    if acceptance.get("accepted") == 0 and acceptance.get("drafted") and why["applies"] != "any":
-        lines.append(
-            "     Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
-            "target share a tokenizer."
-        )
-    if fit:
-        advice = "; the advice below rests on this fit" if why["predicted"] else ""
-        lines.append(
-            f"     Fitted over {fit['runs']} candidates: verifying "
-            f"costs {fit['verification_cost']:.2f} target steps, each drafted token {fit['draft_cost']:.3f}"
-            f"{advice}."
-        )
-    elif why["draft_cost"] is not None:
-        lines.append(
-            f"     A drafted token costs {why['draft_cost']:.3f} target steps; one chain length cannot tell "
-            "how much of that is the growth of the verification."
-        )
-    return lines + chain_lines(why)
-
-
-def bar_words(why: JSON, acceptance: JSON) -> str:
-    """The acceptance that would be needed, or why there is no such figure."""
-    chain, cost, applies = why["chain"], why["step_cost"], why["applies"]
-    if applies == "alpha":
-        return (
-            f"alpha {figure(why['alpha'])}; {why['alpha_needed']:.2f} is needed at chain length {chain} and this "
-            "cost."
-        )
-    if applies == "any":
-        return "A step costs no more than a plain one: any acceptance pays (check the timing if that surprises you)."
-    if applies == "cannot-pay":
-        return (
-            f"A step can bring at most {chain + 1} tokens at chain length {chain} and costs {cost:.2f}: it cannot "
-            "pay at any acceptance."
-        )
-    each = (
-        "a draft" if acceptance.get("steps") else "a target step"
-    )  # without S, steps without a draft count too
-    mean = f" (mean {chain:.2f} {each})" if chain is not None else ""
-    return f"Drafts vary in length{mean} or many steps have none, so the formula for a fixed chain is not applicable."
-
-
-def chain_lines(why: JSON) -> list[str]:
-    """The predicted speed-up of each chain length, and the best."""
-    if not why["predicted"]:
-        return []
-    told = ", ".join(
-        f"k={p['chain']} {p['predicted_speedup']:.2f}x{'*' * p['extrapolated']}"
-        for p in why["predicted"][:12]
-    )
-    best, words = why["best_chain"], "none: plain decoding is faster than every chain predicted"
-    if best["chain"]:
-        words = f"{best['chain']} ({best['predicted_speedup']:.2f}x{', extrapolated' * best['extrapolated']})"
-    return [
-        f"     Predicted by chain length: {told} (* extrapolated).",
-        f"     Best chain length: {words}.",
-    ]
-
-
-def draft_lines(record: JSON) -> list[str]:
-    """What became of the drafts, for each kind of work: rates and lengths, then a bar for each draft position."""
-    parts = [(part["workload"], part["acceptance"]) for part in record["workloads"]]
-    if len(parts) > 1:
-        parts.append(("all", record["acceptance"]))
-    parts = [(name, told) for name, told in parts if told and told["drafted"] != 0]
-    if not parts:
-        return []
-    header = (
-        "Drafts",
-        "Accepted / drafted",
-        "alpha",
-        "Tokens per draft step",
-        "Tokens per target step",
-        "Draft steps",
-    )
-    names = ("rate", "alpha", "mean_length", "tokens_per_target_step")
-    rows = [
-        [name, *(figure(told[each]) for each in names), figure(told["steps"], 0)]
-        for name, told in parts
-    ]
-    lines = [
-        "",
-        text_table(header, rows),
-        "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, never higher.",
-    ]
-    known = [(name, told["per_position"]) for name, told in parts if told["per_position"]]
-    for first in range(0, len(known), 4):
-        lines += ["", *position_lines(known[first : first + 4])]
-    return [*lines, ""]
-
-
-def position_lines(known: Sequence[tuple[str, list[float]]]) -> list[str]:
-    """The share of steps in which each draft position was accepted, the share given the one before, and a bar."""
-
-    def cell(rates: list[float], i: int) -> str:
-        if i >= len(rates):
-            return ""
-        given = ratio_of(rates[i], rates[i - 1]) if i else rates[i]
-        return f"{rates[i]:.2f} {figure(given):>4} {'#' * round(10 * min(rates[i], 1.0)):<10}"
-
-    def positions_worth(rates: list[float]) -> int:
-        return max(sum(sum(rates[i:]) >= WORTH_TOKENS for i in range(len(rates))), 1)
-
-    shown = min(
-        max(positions_worth(rates) for _, rates in known) + 1,
-        max(len(rates) for _, rates in known),
-        20,
-    )
-    rows = [[str(i + 1), *(cell(rates, i) for _, rates in known)] for i in range(shown)]
-    lines = [
-        "Accepted by draft position: share of the draft steps, share given the position before, bar",
-        text_table(
-            ("Position", *(name if len(name) <= 20 else name[:17] + "..." for name, _ in known)),
-            rows,
-            5,
-        ),
-    ]
-    for name, rates in known:
-        cut = positions_worth(rates)
-        if cut < len(rates):
-            lines.append(
-                f"{name}: position {cut + 1} onward adds {sum(rates[cut:]):.2f} tokens per step."
-            )
-    return lines
-
-
-def text_lines(record: JSON) -> list[str]:
-    """What became of the text: each server against itself, then against each other, then the differences."""
-    texts, name = record["text_comparison"], record["candidate"]
-    lines = []
-    for arm, own in (("baseline", texts["baseline_self"]), (name, texts["speculative_self"])):
-        if own["compared"]:
-            warm = (
-                f" (warm repeats: {own['warm_identical']} of {own['warm_compared']})"
-                if own["warm_compared"]
-                else ""
-            )
-            lines.append(
-                f"{arm} against itself: {own['identical']} of {own['compared']} repeats identical{warm}."
-            )
-    besides = "".join(
-        f", {texts[key]} {words}"
-        for key, words in (("empty", "both empty (no evidence)"), ("failed", "not comparable"))
-        if texts[key]
-    )
-    lines.append(
-        f"baseline against {name}: {texts['identical']} of {texts['compared']} identical{besides}."
-    )
-    if texts["counts_differ"]:
-        lines.append(
-            f"{texts['counts_differ']} identical texts came with different token counts: a server miscounts, "
-            "and its tokens/s with it."
-        )
-    if texts["divergent"] and not texts["baseline_self"]["compared"]:
-        lines.append(
-            "the baseline was not compared with itself; with --repeats 2 it would show whether it is stable."
-        )
-    elif texts["unstable"]:
-        lines.append(
-            f"on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
-            "speculation is not the suspect there."
-        )
-    if texts["divergent"]:
-        disturbed = any(entry["finding"] in DISTURBANCES for entry in record["audit"])
-        other = ", the other client or restart noted below" if disturbed else ""
-        lines.append(
-            f"numerics (another batch shape), a cache in another state{other} or a fault can do this; the "
-            "texts alone cannot tell which."
-        )
-    lines = ["Text: " + line for line in lines]
-    shown = folded(texts["divergences"])[:5]
-    for found in shown:
-        lines += divergence_lines(found)
-    if more := texts["divergent"] - sum(len(found["repeats"]) for found in shown):
-        lines.append(
-            f"  ... and {plural(more, 'more pair')}; the record and --divergence-report list up to "
-            f"{LISTED_DIVERGENCES}."
-        )
-    return lines
-
-
-def folded(divergences: Sequence[JSON]) -> list[JSON]:
-    """The differences, those that are the same in several repeats of a prompt as one with its `repeats`."""
-    groups: dict[Any, JSON] = {}
-    for found in divergences:
-        key = tuple(
-            found[name]
-            for name in ("prompt_index", "where", "class", "baseline_tail", "speculative_tail")
-        )
-        groups.setdefault(key, {**found, "repeats": []})["repeats"].append(found["repeat"])
-    return list(groups.values())
-
-
-def divergence_lines(found: JSON) -> list[str]:
-    """One difference: where, of what class, both tails, and what the log probabilities say."""
-    triage, asked = found["triage"] or {}, ""
-    if triage:
-        gap = triage.get("reason")
-        if triage["gap_nats"] is not None:
-            gap = f"{'at least ' if triage.get('at_least') else ''}{triage['gap_nats']:.3f} nats"
-        asked = f"; {triage['finding']} ({gap})"
-    lines = [
-        f"  {one_printable_line(found['prompt_id'])} repeat {', '.join(map(str, found['repeats']))} "
-        f"({found['where']}): {found['class']} at byte {found['first_difference_at_byte']}, character "
-        f"{found['first_difference_at_char']}, line {found['line']} column {found['column']}{asked}"
-    ]
-    for arm in ("baseline", "speculative"):
-        lines.append(
-            f"    {arm + ':':<12} {json.dumps(found[arm + '_tail'])} ({found[arm + '_finish_reason']}, "
-            f"{found[arm + '_tokens']} tokens)"
-        )
-    if found["count_suspicious"]:
-        lines.append(
-            "    One text ends early under an equal token count: tokens were counted that did not arrive, "
-            "so a speed is too high."
-        )
-    return lines
-
-
-def audit_lines(records: Sequence[JSON]) -> list[str]:
-    """The audit in plain words, each finding once, with the arm that it is about."""
-    lines: dict[str, None] = {}
-    for record in records:
-        arm = arm_of(record) + ": " if record["kind"] == "endpoint" else ""
-        for found in record["audit"]:
-            lines[f"Note: {arm}{found['detail']} [{found['finding']}]"] = None
-    return list(lines)
-
-
-# Findings that may have made a ratio what it is: they are said in the same line.
-CAVEATS = {
-    "cache-differs": "the servers' prompt caches differed",
-    "conditions-differ": "the conditions differ (--force)",
-    "foreign-traffic": "another client used a server",
-    "counter-reset": "a server was restarted",
-    "baseline-drafting": "the baseline drafts too",
-    "interrupted": "the measurement was interrupted",
-}
-
-
-def caveats(record: JSON) -> str:
-    """What the line to quote must not be read without."""
-    texts, found = record["text_comparison"], [entry["finding"] for entry in record["audit"]]
-    words = (
-        [f"the text changed in {texts['divergent']} of {texts['compared']}"]
-        if texts["divergent"]
-        else []
-    )
-    words += [words for name, words in CAVEATS.items() if name in found]
-    return f"; BUT {', '.join(words)}" if words else ""
-
-
-def sentence(record: JSON) -> str:
-    """One sentence to quote.  Kinds of work whose verdicts differ are named one by one: a mean would hide a loser."""
-    changed, speed = caveats(record), speed_words(record["speedup"])
-    if record["verdict"] is None:
-        return f"DID NOT RUN: no draft was seen, so nothing can be said about speculation{changed}."
-    parts = [part for part in record["workloads"] if part["prompts"]] or record["workloads"]
-    if len({part["verdict"] for part in parts}) > 1:
-        named = "; ".join(
-            f"{VERDICT_WORDS[part['verdict']]} on {part['workload']}"
-            + (f": {speed_words(part['speedup'])}" if part["verdict"] else "")
-            for part in parts
-        )
-        return one_printable_line(f"{named}; over all {speed}{changed}.")
-    where = f"on {parts[0]['workload']}" if len(parts) == 1 else "on prompts like these"
-    at = f" at {record['concurrency']} requests at a time" if record["concurrency"] > 1 else ""
-    total, measured = record["prompt_count"], sum(part["prompts"] for part in record["workloads"])
-    share = f"{measured} of " if record["concurrency"] == 1 and measured < total else ""
-    return one_printable_line(
-        f"{VERDICT_WORDS[record['verdict']]} {where}{at}: {speed}, {share}"
-        f"{plural(total, 'prompt')} x {record['repeats']}{changed}."
-    )
-
-
-def comparison_lines(record: JSON) -> list[str]:
-    """The whole report on one candidate."""
-    lines = ["", text_table(WORKLOAD_COLUMNS, workload_rows(record)), RATIO_NOTE, ""]
-    if record["concurrency"] == 1 or record["break_even"]["tokens_per_step"] is not None:
-        lines += draft_lines(record)[1:] + explanation_lines(record)
-    lines += text_lines(record)
-    here, more = record["speedup_these_prompts"], record["more_prompts"]
-    if here and here["low"] is not None:
-        lines.append(f"On exactly these {here['prompts']} prompts: {speed_words(here)}.")
-    if record["decode_speedup"]:
-        lines.append(f"Decoding alone: {speed_words(record['decode_speedup'])}.")
-    if more == "more than 100":
-        lines.append(
-            "It would take more than 100 further prompts to settle it: treat it as no practical difference."
-        )
-    elif more:
-        lines.append(
-            f"About {plural(int(more), 'more prompt')} might settle it; more repeats would not."
-        )
-    return lines
-
-
-def ranking_lines(comparisons: Sequence[JSON]) -> list[str]:
-    """Several candidates by speed, and which differences to the first are real."""
-    ranked = sorted(
-        comparisons, key=lambda r: (r["verdict"] is None, is_noise_check(r), -(ratio_in(r) or 0.0))
-    )
-    rows = []
-    for record in ranked:
-        behind = record["against_best"]
-        real = (
-            ""
-            if not behind
-            else "too few prompts to tell"
-            if behind["low"] is None
-            else ("real" if behind["high"] < 1 or behind["low"] > 1 else "no difference shown")
-        )
-        place = speed_words(behind) if behind else "" if record["verdict"] is None else "first"
-        rows.append(
-            [
-                record["candidate"],
-                *picked(("Ratio", "95% interval", "Verdict"), [cells_of(record)])[0],
-                place,
-                real,
-            ]
-        )
-    return [
-        "",
-        text_table(
-            ("Candidate", "Ratio", "95% interval", "Verdict", "Against the first", "Difference"),
-            rows,
-        ),
-    ]
-
+RANKING_COLUMNS = (
+    "Candidate",
+    "Ratio",
+    "95% interval",
+    "Verdict",
+    "Against the first",
+    "Difference",
+)
 
 CROSSOVER_COLUMNS = (
     "Load",
@@ -6003,234 +5542,6 @@ CROSSOVER_COLUMNS = (
     "Draft latency s",
     "Identical",
 )
-
-
-def crossover_lines(comparisons: Sequence[JSON]) -> list[str]:
-    """How the gain changes under load, and between which levels it is lost."""
-    levels = sorted(comparisons, key=lambda record: record["concurrency"])
-    rows = [
-        {
-            **cells_of(r),
-            "Load": str(r["concurrency"]),
-            "Baseline latency s": figure(r["latency_p50_s"]["baseline"]),
-            "Draft latency s": figure(r["latency_p50_s"]["speculative"]),
-        }
-        for r in levels
-    ]
-    known = [(r["concurrency"], r["speedup"]) for r in levels if r["speedup"]]
-    below = next((i for i, (_, speed) in enumerate(known) if speed["ratio"] < 1), None)
-    deciding = known if below is None else known[max(below - 1, 0) : below + 1]
-    sure = len(known) == len(levels) and all(
-        speed["low"] is not None and not speed["low"] <= 1 <= speed["high"] for _, speed in deciding
-    )
-    if not known:
-        found = "not known"
-    elif below is None:
-        found = "within these levels the ratio does not fall below 1"
-    elif below == 0:
-        found = f"the ratio is below 1 already at {known[0][0]} at a time"
-    else:
-        found = f"the ratio falls below 1 between {known[below - 1][0]} and {known[below][0]} requests at a time"
-    doubt = "" if sure else " (not sure: an interval there holds 1, or is missing)"
-    lines = [
-        "",
-        text_table(CROSSOVER_COLUMNS, picked(CROSSOVER_COLUMNS, rows)),
-        f"Crossover: {found}{doubt}. Decide by the level your server usually runs at.",
-    ]
-    if any(r["text_comparison"]["divergent"] for r in levels if r["concurrency"] > 1):
-        lines.append(
-            "Texts under load may differ because the batch is composed differently; that is not "
-            "speculation's doing alone."
-        )
-    return lines
-
-
-def result_lines(result: Result) -> list[str]:
-    """The terminal report of one level, the sentence to quote last."""
-    lines, several = endpoint_lines(result.endpoints), len(result.comparisons) > 1
-    for record in result.comparisons:
-        lines += ["", f"== {record['candidate']} =="] * several + comparison_lines(record)
-    if several:
-        lines += ranking_lines(result.comparisons)
-    for record in result.endpoints if not result.comparisons else []:
-        lines += single_lines(record)
-    lines += [f"{arm_of(r)}: {failure_words(r)}" for r in result.endpoints if r["failed"]]
-    lines += memory_lines(result.endpoints) + audit_lines(result.records()) + [""]
-    return lines + [f"{r['candidate']}: " * several + sentence(r) for r in result.comparisons]
-
-
-def failure_words(record: JSON) -> str:
-    """How many requests of an arm failed, and why the first did."""
-    return f"{record['failed']} of {record['requests']} requests failed; the first: {record['first_error']}"
-
-
-def single_lines(record: JSON) -> list[str]:
-    """The report on one server measured alone."""
-    rows = [
-        [
-            part["workload"],
-            str(part["completed"]),
-            figure(part["output_tokens_per_s"]),
-            figure(part["decode_tokens_per_s"]),
-        ]
-        for part in record["workloads"]
-    ]
-    lines = ["", text_table(("Workload", "Completed", "Tokens/s", "Decode tokens/s"), rows)]
-    told, is_baseline = record["acceptance"], arm_of(record) == "baseline"
-    if told and told["drafted"] == 0:
-        lines.append(
-            "No draft was seen"
-            + (", as it should be on a baseline." if is_baseline else ": speculation did not run.")
-        )
-    missing = "--speculative-url" if is_baseline else "--baseline-url"
-    return [
-        *lines,
-        *draft_lines(record),
-        f"One server was measured, so the speed-up is unknown; see {missing}, and compare --help.",
-    ]
-
-
-def levels_lines(results: Sequence[Result]) -> list[str]:
-    """The report of every concurrency level, and where there are several, of what load does to the gain."""
-    lines: list[str] = []
-    for result in results:
-        if len(results) > 1:
-            lines += [
-                *[""] * bool(lines),
-                f"=== {plural(result.endpoints[0]['concurrency'], 'request')} at a time ===",
-            ]
-        lines += result_lines(result)
-    comparisons = [record for result in results for record in result.comparisons]
-    for label in dict.fromkeys(record["label"] for record in comparisons):
-        levels = [record for record in comparisons if record["label"] == label]
-        lines += crossover_lines(levels) if len(levels) > 1 else []
-    return lines
-
-
-def memory_lines(endpoints: Sequence[JSON]) -> list[str]:
-    """Cache and memory of the servers, where they tell: a draft is bought with cache."""
-    told = []
-    for record in endpoints:
-        cache, resident = (
-            record["server"].get("cache_tokens"),
-            record["server"].get("resident_bytes"),
-        )
-        words = [f"cache for {cache} tokens"] if cache else []
-        words += [f"{resident / 2**20:.0f} MiB resident"] if resident else []
-        if words:
-            told.append(f"{arm_of(record)} {', '.join(words)}")
-    return [f"Memory: {'; '.join(told)}."] if told else []
-
-
-def markdown_divergences(result: Result, prompts: Optional[Sequence[Prompt]], command: str) -> str:
-    """A bug report to paste: what was run, on what, where the texts part, and what the baseline thought there."""
-    level = result.endpoints[0]["concurrency"]
-    changed = any(record["text_comparison"]["divergent"] for record in result.comparisons)
-    title = "Greedy text that changes" if changed else "No text changed"
-    load = f", {level} requests at a time" if level > 1 else ""
-    lines = [f"# {title} with speculative decoding{load}", ""]
-    for r in result.endpoints:
-        lines.append(
-            f"- {arm_of(r)}: {r['engine']} {r['engine_version']}, model `{r['model']}`, POST "
-            f"/v1/chat/completions with temperature {r['temperature']}, seed {r['seed']}, max_tokens "
-            f"{r['max_tokens']}"
-        )
-    lines += [
-        f"- measured with: `{one_printable_line(command)}`",
-        "- servers started with (fill in): baseline `...`, speculative `...`",
-    ]
-    for record in result.comparisons:
-        texts, own = record["text_comparison"], record["text_comparison"]["baseline_self"]
-        lines += [
-            "",
-            f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ",
-            "",
-            f"Baseline against itself: {own['identical']} of {own['compared']} repeats identical. "
-            f"Acceptance {cells_of(record)['Acceptance']}.",
-        ]
-        if (listed := len(texts["divergences"])) < texts["divergent"]:
-            lines.append(
-                f"Listed are {listed} of these pairs, those on a baseline that agrees with itself first."
-            )
-        for found in folded(texts["divergences"]):
-            lines += [
-                "",
-                f"Prompt index {found['prompt_index']}:",
-                "",
-                "```text",
-                *map(printable, divergence_lines(found)),
-            ]
-            if found["triage"]:
-                own, other = (
-                    found["triage"][f"{arm}_token"] for arm in ("baseline", "speculative")
-                )
-                lines.append(
-                    f"    baseline token {json.dumps(own)}, other token "
-                    f"{'not known' if other is None else json.dumps(other)}"
-                )
-            lines.append("```")
-            if prompts:
-                lines += [
-                    "",
-                    "```json",
-                    json.dumps(list(prompts[found["prompt_index"]].messages)),
-                    "```",
-                ]
-    return "\n".join(lines) + "\n"
-
-
-def changed_conditions(before: JSON, now: JSON) -> list[str]:
-    """What else changed between two records of a label, in words."""
-    names = {
-        "engine_version": "version",
-        "baseline_engine_version": "baseline version",
-        "engine": "engine",
-        "model": "model",
-        "prompts_sha256": "prompts",
-        "max_tokens": "max_tokens",
-        "concurrency": "concurrency",
-        "repeats": "repeats",
-        "context": "context length",
-        "cached_tokens": "prompt tokens from the cache",
-    }
-    return [
-        words if key == "prompts_sha256" else f"{words} {before.get(key)} -> {now.get(key)}"
-        for key, words in names.items()
-        if before.get(key) != now.get(key)
-    ]
-
-
-def regressions(earlier: Sequence[JSON], now: Sequence[JSON]) -> list[str]:
-    """One line for each ratio or baseline speed whose interval lies wholly below that of the last comparable record."""
-    same = ("label", "model", "prompts_sha256", "max_tokens", "concurrency")
-    alarms = []
-    for record in now:
-        name, words, unit = "speedup", "speed-up", "ratio"
-        if record["kind"] == "endpoint":
-            name, words, unit = "speed", "baseline tokens/s", "tokens_per_s"
-            if arm_of(record) != "baseline":
-                continue
-        past = [
-            old
-            for old in earlier
-            if all(old.get(key) == record[key] for key in same)
-            and as_number(as_dict(old.get(name)).get(unit)) is not None
-        ]
-        if not past or not record[name]:
-            continue
-        before, after = past[-1][name], record[name]
-        floor = as_number(before.get("low"))
-        if floor is not None and after["high"] is not None and after["high"] < floor:
-            changes = changed_conditions(past[-1], record)
-            besides = (
-                f"also changed: {', '.join(changes)}" if changes else "nothing else known changed"
-            )
-            alarms.append(
-                f"REGRESSION {record['label']}: {words} fell from {before[unit]:.2f} ({interval_of(before)}) "
-                f"to {after[unit]:.2f} ({interval_of(after)}) since {past[-1].get('recorded_at')}; {besides}"
-            )
-    return alarms
-
 
 HISTORY_COLUMNS = (
     "Recorded",
@@ -6245,151 +5556,1061 @@ HISTORY_COLUMNS = (
     "Also changed",
 )
 
+CSV_COLUMNS = (
+    "label",
+    "recorded_at",
+    "concurrency",
+    "ratio",
+    "low",
+    "high",
+    "verdict",
+    "acceptance",
+    "baseline_tokens_per_s",
+    "speculative_tokens_per_s",
+    "identical",
+    "compared",
+    "engine",
+    "engine_version",
+    "model",
+)
 
-def history_rows(records: Sequence[JSON]) -> list[list[str]]:
-    """One row for each run of a label; change to the run before: v lower, ^ higher, = within the interval."""
-    rows = []
-    for before, record in zip([None, *records], records):
-        mark, old, new = "", (before or {}).get("speedup"), record["speedup"]
-        if before:
-            mark = (
-                "?"
-                if not old or not new or old["low"] is None or new["low"] is None
-                else ("v" if new["high"] < old["low"] else "^" if new["low"] > old["high"] else "=")
-            )
-        rows.append(
-            {
-                **cells_of(record),
-                "Recorded": record["recorded_at"],
-                "Ratio change": mark,
-                "Engine version": str(record["engine_version"]),
-                "Also changed": "; ".join(changed_conditions(before, record) if before else []),
-            }
-        )
-    return picked(HISTORY_COLUMNS, rows)
+Lines = Iterator[str]  # of a report, not yet folded or coloured
+
+Cells = dict[str, str]  # what a table shows of one record, by the name of the column
+
+Rows = Iterable[Sequence[str]]  # of a table, cells in the order of its columns
 
 
-def trend_marks(ratios: Sequence[Optional[float]]) -> str:
-    """One character a run, low to high as `_.-=*#` between the lowest and highest ratio; ? where unknown."""
-    known = [ratio for ratio in ratios if ratio is not None]
-    low, width = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
-    return "".join(
-        "?" if r is None else "_.-=*#"[round(5 * (r - low) / width) if width > 0.005 else 2]
-        for r in ratios
+def endpoints_in(records: Iterable[Record]) -> list[EndpointRecord]:
+    """The records of one server each."""
+    return [cast(EndpointRecord, record) for record in records if record["kind"] == "endpoint"]
+
+
+def comparisons_in(records: Iterable[Record]) -> list[ComparisonRecord]:
+    """The records of one candidate against the baseline each."""
+    return [cast(ComparisonRecord, record) for record in records if record["kind"] == "comparison"]
+
+
+def by_label(comparisons: Iterable[ComparisonRecord]) -> dict[str, list[ComparisonRecord]]:
+    """The comparisons under each label, both in the order in which they were recorded."""
+    groups: dict[str, list[ComparisonRecord]] = {}
+    for record in comparisons:
+        groups.setdefault(record["label"], []).append(record)
+    return groups
+
+
+def endpoint_arm(record: EndpointRecord) -> str:
+    """The arm that an endpoint record is about: the end of its label; no field of 1.0 tells it."""
+    return record["label"].rsplit("/", 1)[-1]
+
+
+def finding_names(record: Record) -> set[str]:
+    """The names of what the audit found."""
+    return {entry["finding"] for entry in record["audit"]}
+
+
+def is_noise_check(record: ComparisonRecord) -> bool:
+    """Whether a comparison is of a server with itself, a check of the noise."""
+    return any(
+        entry["finding"] == "same-server" and entry.get("noise") for entry in record["audit"]
     )
 
 
-def markdown_report(records: Sequence[JSON]) -> str:
-    """The notebook as Markdown: for each label the latest tables, the crossover under load, and the history."""
-    comparisons = [record for record in records if record.get("kind") == "comparison"]
-    lines = ["# Speculative decoding: what was measured", ""]
+def figure(value: Optional[float], digits: int = 2) -> str:
+    """A figure for people; a dash where it is unknown."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}"
+
+
+def verdict_words(verdict: Optional[str]) -> str:
+    """A verdict as it is quoted; one that only a later version knows as it is recorded."""
+    return VERDICT_WORDS.get(verdict, str(verdict))
+
+
+def limits_of(speed: Union[Interval, SpeedInterval, None]) -> Optional[tuple[float, float]]:
+    """Both ends of an interval; None where it has not both."""
+    if speed is None or speed["low"] is None or speed["high"] is None:
+        return None
+    return speed["low"], speed["high"]
+
+
+def interval_of(speed: Union[Interval, SpeedInterval, None]) -> str:
+    """ "1.71 to 1.98", or a dash where there is no interval."""
+    limits = limits_of(speed)
+    if limits is None:
+        return "-"
+    low, high = limits
+    digits = 2
+    if abs(low - 1) < 0.01 or abs(high - 1) < 0.01:
+        digits = 3  # which side of 1 matters
+    return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def ratio_in(part: Compared) -> Optional[float]:
+    """The speed-up of a comparison or of one kind of work in it."""
+    return part["speedup"]["ratio"] if part["speedup"] else None
+
+
+def rate_in(part: Compared) -> Optional[float]:
+    """The share of drafted tokens that was accepted."""
+    return part["acceptance"]["rate"] if part["acceptance"] else None
+
+
+def speed_words(speed: Optional[Interval]) -> str:
+    """ "1.84x (1.71 to 1.98)"."""
+    if speed is None:
+        return "ratio unknown"
+    ratio = f"{speed['ratio']:.2f}x"
+    if limits_of(speed) is None:
+        return ratio
+    return f"{ratio} ({interval_of(speed)})"
+
+
+def load_words(level: int) -> str:
+    """ " at 4 requests at a time"; nothing for one at a time, which is the rule."""
+    if level <= 1:
+        return ""
+    return f" at {level} requests at a time"
+
+
+def shortened(text: str, width: int) -> str:
+    """A text of at most so many characters, with dots where it was cut."""
+    if len(text) <= width:
+        return text
+    return text[: width - 3] + "..."
+
+
+def text_table(header: Sequence[str], rows: Rows, left: int = 1) -> str:
+    """Columns as wide as their cells: the first `left` columns left, the rest right-aligned.
+
+    Headings are folded.  At most 100 columns: the widest of the left columns gives way.
+    """
+    cells = [[one_printable_line(cell) for cell in row] for row in rows]
+    heads = list(folded_headings(header, cells))
+    widths = column_widths([*heads, *cells], left)
+    rule = ["-" * width for width in widths]
+    return "\n".join(fitted_row(row, widths, left) for row in [*heads, rule, *cells])
+
+
+def folded_headings(header: Sequence[str], rows: Rows) -> Rows:
+    """The lines of the heading: a name wider than its column is folded, and ends at the bottom."""
+    heads = []
+    for name, *column in zip(header, *rows):
+        fits = any(len(cell) >= len(name) for cell in column)
+        heads.append([name] if fits else name.split())
+    depth = max(map(len, heads))
+    return zip(*([""] * (depth - len(head)) + head for head in heads))
+
+
+def column_widths(rows: Rows, left: int) -> list[int]:
+    """The width of each column; where that is too much, left columns are narrowed to 8 at least."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    room = TABLE_COLUMNS - 2 * (len(widths) - 1)
+    while sum(widths) > room and (widest := max(widths[:left])) > 8:
+        widths[widths.index(widest)] -= 1
+    return widths
+
+
+def fitted_row(row: Sequence[str], widths: Sequence[int], left: int) -> str:
+    """One line of a table."""
+    cells = []
+    for i, width in enumerate(widths):
+        text = shortened(row[i], width)
+        cells.append(text.ljust(width) if i < left else text.rjust(width))
+    return "  ".join(cells).rstrip()
+
+
+def markdown_table(header: Sequence[str], rows: Rows) -> str:
+    """The same table as Markdown."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, rule, *body])
+
+
+def picked(columns: Sequence[str], rows: Iterable[Cells]) -> Rows:
+    """Rows with these columns, in this order."""
+    return [[row[name] for name in columns] for row in rows]
+
+
+def cells_of(part: Union[WorkloadComparison, ComparisonRecord]) -> Cells:
+    """What the tables show of a comparison, or of one kind of work in it."""
+    texts = part["text_comparison"]
+    identical = f"{texts['identical']} of {texts['compared']}"
+    return {
+        **speed_cells(part),
+        "Verdict": verdict_words(part["verdict"]).lower(),
+        "Acceptance": figure(rate_in(part)),
+        "Identical": identical,
+        "Completions identical": identical,
+    }
+
+
+def speed_cells(part: Compared) -> Cells:
+    """How fast both servers were, and the ratio."""
+    return {
+        "Baseline tokens/s": figure(part["baseline_tokens_per_s"]),
+        "With draft tokens/s": figure(part["speculative_tokens_per_s"]),
+        "Ratio": figure(ratio_in(part)),
+        "95% interval": interval_of(part["speedup"]),
+    }
+
+
+def workload_cells(part: WorkloadComparison) -> Cells:
+    """What the tables show of one kind of work; no verdict where nothing of it was measured."""
+    cells = {"Workload": part["workload"], **cells_of(part)}
+    if part["prompts"] == 0:
+        cells["Verdict"] = "-"
+    return cells
+
+
+def workload_rows(record: ComparisonRecord) -> Rows:
+    """A row for each kind of work and, where there are several, one for all."""
+    rows = [workload_cells(part) for part in record["workloads"]]
+    if len(rows) != 1:
+        rows.append({"Workload": "all", **cells_of(record)})
+    return picked(WORKLOAD_COLUMNS, rows)
+
+
+def server_cells(record: EndpointRecord) -> Cells:
+    """One server: who it is, how much of it came back, how fast."""
+    first_token_ms = 1000 * record["ttft_s"]["p50"] if record["ttft_s"] else None
+    engine = f"{record['engine']} {record['engine_version']}"
+    cells = {
+        "Label": record["label"],
+        "Recorded": record["recorded_at"],
+        "Server": endpoint_arm(record),
+        "URL": record["base_url"],
+        "Engine version": record["engine_version"],
+    }
+    speeds = {
+        "Tokens/s": figure(record["output_tokens_per_s"]),
+        "Decode tokens/s": figure(record["decode_tokens_per_s"]),
+        "First token ms": figure(first_token_ms, 0),
+    }
+    cells["Engine"] = engine.replace(" unknown", "")
+    cells["Completed"] = f"{record['completed']} of {record['requests']}"
+    return {**cells, **speeds}
+
+
+def endpoint_lines(endpoints: Sequence[EndpointRecord]) -> Lines:
+    """Who was measured, and how much of it came back."""
+    rows = picked(ENDPOINT_COLUMNS, map(server_cells, endpoints))
+    yield text_table(ENDPOINT_COLUMNS, rows, 3)
+
+
+def explanation_lines(record: ComparisonRecord) -> Lines:
+    """Why it pays or not, in the terms of the field and in plain words."""
+    why = record["break_even"]
+    length, cost = why["tokens_per_step"], why["step_cost"]
+    start = f"Why, as to decoding: {figure(length)} tokens per target step"
+    if record["verdict"] is None:
+        yield "Why: no draft was made."
+    elif is_noise_check(record):
+        yield "Why: both arms are the same server, so there is nothing to explain."
+    elif why["applies"] == "no-acceptance" and length is None:
+        yield "Why: not known; neither the answers nor the metrics tell what became of the drafts."
+    elif cost is None:
+        yield (
+            f"{start}; the cost of a step is unknown (both servers' decode times are needed, from "
+            "the same kind of clock)."
+        )
+    else:
+        yield f"{start}, and a step costs {cost:.2f} target steps: {gain_words(length, cost)}."
+        for line in reason_lines(why, cost, record["acceptance"]):
+            yield f"     {line}"
+
+
+def gain_words(length: Optional[float], cost: float) -> str:
+    """Whether decoding gains by steps of this length and cost."""
+    if length is None:
+        return "whether decoding gains is not known"
+    if length > cost:
+        return "it brings more than it costs, so decoding gains"
+    return "it brings no more, so decoding does not gain"
+
+
+def reason_lines(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRecord]) -> Lines:
+    """What acceptance pays for a step of this cost, what a draft costs, how long it should be."""
+    yield bar_words(why, cost, acceptance)
+    rejected = acceptance and acceptance["drafted"] and acceptance["accepted"] == 0
+    if rejected and why["applies"] != "any":
+        yield (
+            "Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
+            "target share a tokenizer."
+        )
+    fit, draft_cost = why["fit"], why["draft_cost"]
+    if fit:
+        advice = "; the advice below rests on this fit" if why["predicted"] else ""
+        yield (
+            f"Fitted over {fit['runs']} candidates: verifying costs {fit['verification_cost']:.2f} "
+            f"target steps, each drafted token {fit['draft_cost']:.3f}{advice}."
+        )
+    elif draft_cost is not None:
+        yield (
+            f"A drafted token costs {draft_cost:.3f} target steps; one chain length cannot tell "
+            "how much of that is the growth of the verification."
+        )
+    yield from chain_lines(why["predicted"] or [], why["best_chain"])
+
+
+def bar_words(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRecord]) -> str:
+    """The acceptance that would be needed, or why there is no such figure."""
+    applies, chain, needed = why["applies"], why["chain"], why["alpha_needed"]
+    if applies == "any":
+        return (
+            "A step costs no more than a plain one: any acceptance pays (check the timing if that "
+            "surprises you)."
+        )
+    if chain is None:
+        mean = ""
+    elif applies == "alpha" and needed is not None:
+        alpha = figure(why["alpha"])
+        return f"alpha {alpha}; {needed:.2f} is needed at chain length {chain} and this cost."
+    elif applies == "cannot-pay":
+        return (
+            f"A step can bring at most {chain + 1} tokens at chain length {chain} and costs "
+            f"{cost:.2f}: it cannot pay at any acceptance."
+        )
+    else:
+        # without S, steps without a draft count too
+        each = "a draft" if acceptance and acceptance["steps"] else "a target step"
+        mean = f" (mean {chain:.2f} {each})"
+    return (
+        f"Drafts vary in length{mean} or many steps have none, so the formula for a fixed chain is "
+        "not applicable."
+    )
+
+
+def chain_lines(predicted: Sequence[ChainPrediction], best: Optional[ChainPrediction]) -> Lines:
+    """The predicted speed-up of each chain length, and the best."""
+    if predicted:
+        chains = ", ".join(f"k={p['chain']} {predicted_words(p, '*')}" for p in predicted[:12])
+        yield f"Predicted by chain length: {chains} (* extrapolated)."
+    if not predicted or best is None:
+        return
+    length = "none: plain decoding is faster than every chain predicted"
+    if best["chain"]:
+        length = f"{best['chain']} ({predicted_words(best, ', extrapolated')})"
+    yield f"Best chain length: {length}."
+
+
+def predicted_words(each: ChainPrediction, mark: str) -> str:
+    """ "1.84x", marked where no draft was so long."""
+    speed = f"{each['predicted_speedup']:.2f}x"
+    if each["extrapolated"]:
+        speed += mark
+    return speed
+
+
+def drafting_parts(record: Record) -> list[tuple[str, AcceptanceRecord]]:
+    """(kind of work, what became of its drafts) where there were any; of several, all come last."""
+    parts = [(part["workload"], part["acceptance"]) for part in record["workloads"]]
+    if len(parts) > 1:
+        parts.append(("all", record["acceptance"]))
+    return [(name, drafts) for name, drafts in parts if drafts and drafts["drafted"] != 0]
+
+
+def draft_row(name: str, drafts: AcceptanceRecord) -> list[str]:
+    """Rates and lengths of the drafts on one kind of work."""
+    shares = [figure(drafts["rate"]), figure(drafts["alpha"])]
+    lengths = [figure(drafts["mean_length"]), figure(drafts["tokens_per_target_step"])]
+    return [name, *shares, *lengths, figure(drafts["steps"], 0)]
+
+
+def draft_lines(record: Record) -> Lines:
+    """What became of the drafts of each kind of work: rates, lengths, a bar for each position."""
+    parts = drafting_parts(record)
+    if not parts:
+        return
+    yield text_table(DRAFT_COLUMNS, [draft_row(*part) for part in parts])
+    yield (
+        "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, "
+        "never higher."
+    )
+    known = [(name, drafts["per_position"]) for name, drafts in parts if drafts["per_position"]]
+    for first in range(0, len(known), 4):
+        yield ""
+        yield from position_lines(known[first : first + 4])
+    yield ""
+
+
+def position_lines(known: Sequence[tuple[str, Sequence[float]]]) -> Lines:
+    """The share of steps in which each draft position was accepted, also given the one before."""
+    yield (
+        "Accepted by draft position: share of the draft steps, share given the position before, bar"
+    )
+    header = ["Position", *(shortened(name, 20) for name, _ in known)]
+    longest = max(len(rates) for _, rates in known)
+    worth = max(positions_worth(rates) for _, rates in known)
+    rows = []
+    for i in range(min(worth + 1, longest, 20)):
+        rows.append([str(i + 1), *(position_cell(rates, i) for _, rates in known)])
+    yield text_table(header, rows, 5)
+    for name, rates in known:
+        cut = positions_worth(rates)
+        if cut < len(rates):
+            rest = sum(rates[cut:])
+            yield f"{name}: position {cut + 1} onward adds {rest:.2f} tokens per step."
+
+
+def position_cell(rates: Sequence[float], i: int) -> str:
+    """One draft position, "0.60 0.75 ######    "; nothing beyond the last."""
+    if i >= len(rates):
+        return ""
+    given = ratio_of(rates[i], rates[i - 1]) if i else rates[i]
+    bar = "#" * round(10 * min(rates[i], 1.0))
+    return f"{rates[i]:.2f} {figure(given):>4} {bar:<10}"
+
+
+def positions_worth(rates: Sequence[float]) -> int:
+    """How many positions add, with all behind them, WORTH_TOKENS or more; at least the first."""
+    worth = sum(sum(rates[i:]) >= WORTH_TOKENS for i in range(len(rates)))
+    return max(worth, 1)
+
+
+def text_lines(record: ComparisonRecord) -> Lines:
+    """What became of the text: each server against itself, against each other, the differences."""
+    texts = record["text_comparison"]
+    for line in itertools.chain(agreement_lines(record), suspicion_lines(record)):
+        yield f"Text: {line}"
+    shown = grouped_divergences(texts["divergences"])[:5]
+    for group in shown:
+        yield from divergence_lines(group)
+    unshown = texts["divergent"] - sum(map(len, shown))
+    if unshown > 0:
+        yield (
+            f"  ... and {plural(unshown, 'more pair')}; the record and --divergence-report list up "
+            f"to {LISTED_DIVERGENCES}."
+        )
+
+
+def agreement_words(own: SelfAgreement) -> str:
+    """ "3 of 4 repeats identical"."""
+    return f"{own['identical']} of {own['compared']} repeats identical"
+
+
+def agreement_lines(record: ComparisonRecord) -> Lines:
+    """Each server against itself, the servers against each other, counts that cannot be right."""
+    texts, name = record["text_comparison"], record["candidate"]
+    for arm, own in (("baseline", texts["baseline_self"]), (name, texts["speculative_self"])):
+        warm = ""
+        if own["warm_compared"]:
+            warm = f" (warm repeats: {own['warm_identical']} of {own['warm_compared']})"
+        if own["compared"]:
+            yield f"{arm} against itself: {agreement_words(own)}{warm}."
+    pairs = f"{texts['identical']} of {texts['compared']} identical"
+    if texts["empty"]:
+        pairs += f", {texts['empty']} both empty (no evidence)"
+    if texts["failed"]:
+        pairs += f", {texts['failed']} not comparable"
+    yield f"baseline against {name}: {pairs}."
+    if texts["counts_differ"]:
+        yield (
+            f"{texts['counts_differ']} identical texts came with different token counts: a server "
+            "miscounts, and its tokens/s with it."
+        )
+
+
+def suspicion_lines(record: ComparisonRecord) -> Lines:
+    """What may have changed the text, and what speaks against speculation as the cause."""
+    texts = record["text_comparison"]
+    if texts["divergent"] and not texts["baseline_self"]["compared"]:
+        yield (
+            "the baseline was not compared with itself; with --repeats 2 it would show whether it "
+            "is stable."
+        )
+    elif texts["unstable"]:
+        yield (
+            f"on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
+            "speculation is not the suspect there."
+        )
+    if texts["divergent"]:
+        disturbed = not finding_names(record).isdisjoint(DISTURBANCES)
+        other = ", the other client or restart noted below" if disturbed else ""
+        yield (
+            f"numerics (another batch shape), a cache in another state{other} or a fault can do "
+            "this; the texts alone cannot tell which."
+        )
+
+
+def grouped_divergences(divergences: Sequence[Divergence]) -> list[list[Divergence]]:
+    """The differences, together those that are the same in several repeats of a prompt."""
+    groups: dict[Hashable, list[Divergence]] = {}
+    for each in divergences:
+        tails = each["baseline_tail"], each["speculative_tail"]
+        key = each["prompt_index"], each["where"], each["class"], tails
+        groups.setdefault(key, []).append(each)
+    return list(groups.values())
+
+
+def divergence_lines(group: Sequence[Divergence]) -> Lines:
+    """One difference, in one or several repeats: where, what kind, how near a tie, both tails."""
+    one = group[0]
+    repeats = ", ".join(str(each["repeat"]) for each in group)
+    name = f"{one_printable_line(one['prompt_id'])} repeat {repeats} ({one['where']})"
+    place = f"byte {one['first_difference_at_byte']}, character {one['first_difference_at_char']}"
+    place += f", line {one['line']} column {one['column']}"
+    yield f"  {name}: {one['class']} at {place}{triage_words(one['triage'])}"
+    end = f"({one['baseline_finish_reason']}, {one['baseline_tokens']} tokens)"
+    yield f"    baseline:    {json.dumps(one['baseline_tail'])} {end}"
+    end = f"({one['speculative_finish_reason']}, {one['speculative_tokens']} tokens)"
+    yield f"    speculative: {json.dumps(one['speculative_tail'])} {end}"
+    if one["count_suspicious"]:
+        yield (
+            "    One text ends early under an equal token count: tokens were counted that did not "
+            "arrive, so a speed is too high."
+        )
+
+
+def triage_words(triage: Optional[Triage]) -> str:
+    """What the baseline's log probabilities say of a difference; nothing where not asked."""
+    if triage is None:
+        return ""
+    gap = triage.get("reason")
+    if triage["gap_nats"] is not None:
+        bound = "at least " if triage.get("at_least") else ""
+        gap = f"{bound}{triage['gap_nats']:.3f} nats"
+    return f"; {triage['finding']} ({gap})"
+
+
+def audit_lines(
+    endpoints: Sequence[EndpointRecord], comparisons: Sequence[ComparisonRecord]
+) -> list[str]:
+    """The audit in plain words, each finding once, with the arm that it is about."""
+    entries = [(f"{endpoint_arm(r)}: ", entry) for r in endpoints for entry in r["audit"]]
+    entries += [("", entry) for record in comparisons for entry in record["audit"]]
+    lines = [f"Note: {arm}{entry['detail']} [{entry['finding']}]" for arm, entry in entries]
+    return list(dict.fromkeys(lines))
+
+
+def caveats(record: ComparisonRecord) -> str:
+    """What the line to quote must not be read without: what may have made the ratio what it is."""
+    texts, names, doubts = record["text_comparison"], finding_names(record), []
+    if texts["divergent"]:
+        doubts.append(f"the text changed in {texts['divergent']} of {texts['compared']}")
+    for name, meaning in FINDINGS.items():
+        if meaning.caveat and name in names:
+            doubts.append(meaning.caveat)
+    if not doubts:
+        return ""
+    return f"; BUT {', '.join(doubts)}"
+
+
+def sentence(record: ComparisonRecord) -> str:
+    """One sentence to quote.
+
+    Kinds of work whose verdicts differ are named one by one: a mean would hide a loser.
+    """
+    if record["verdict"] is None:
+        start = "DID NOT RUN: no draft was seen, so nothing can be said about speculation"
+    else:
+        parts = [part for part in record["workloads"] if part["prompts"]] or record["workloads"]
+        if len({part["verdict"] for part in parts}) > 1:
+            named = "; ".join(map(part_verdict, parts))
+            start = f"{named}; over all {speed_words(record['speedup'])}"
+        else:
+            start = whole_verdict(record, parts)
+    return one_printable_line(f"{start}{caveats(record)}.")
+
+
+def part_verdict(part: WorkloadComparison) -> str:
+    """The verdict on one kind of work among several."""
+    words = f"{verdict_words(part['verdict'])} on {part['workload']}"
+    if not part["verdict"]:
+        return words
+    return f"{words}: {speed_words(part['speedup'])}"
+
+
+def whole_verdict(record: ComparisonRecord, parts: Sequence[WorkloadComparison]) -> str:
+    """The verdict on all that was measured, with the prompts that it rests on."""
+    where = "on prompts like these"
+    if len(parts) == 1:
+        where = f"on {parts[0]['workload']}"
+    prompts = f"{plural(record['prompt_count'], 'prompt')} x {record['repeats']}"
+    measured = sum(part["prompts"] for part in record["workloads"])
+    if record["concurrency"] == 1 and measured < record["prompt_count"]:
+        prompts = f"{measured} of {prompts}"
+    verdict = f"{verdict_words(record['verdict'])} {where}{load_words(record['concurrency'])}"
+    return f"{verdict}: {speed_words(record['speedup'])}, {prompts}"
+
+
+def comparison_lines(record: ComparisonRecord) -> Lines:
+    """The whole report on one candidate."""
+    yield from ("", text_table(WORKLOAD_COLUMNS, workload_rows(record)), RATIO_NOTE, "")
+    if record["concurrency"] == 1 or record["break_even"]["tokens_per_step"] is not None:
+        yield from draft_lines(record)
+        yield from explanation_lines(record)
+    yield from text_lines(record)
+    here, decoding = record["speedup_these_prompts"], record["decode_speedup"]
+    if here and limits_of(here):
+        yield f"On exactly these {here['prompts']} prompts: {speed_words(here)}."
+    if decoding:
+        yield f"Decoding alone: {speed_words(decoding)}."
+    if record["more_prompts"]:
+        yield settling_words(record["more_prompts"])
+
+
+def settling_words(more: str) -> str:
+    """How many further prompts, as recorded, might settle an undecided verdict."""
+    if more == TOO_MANY_PROMPTS:
+        return (
+            "It would take more than 100 further prompts to settle it: treat it as no practical "
+            "difference."
+        )
+    prompts = "prompt" if more == "1" else "prompts"
+    return f"About {more} more {prompts} might settle it; more repeats would not."
+
+
+def ranking_lines(comparisons: Sequence[ComparisonRecord]) -> Lines:
+    """Several candidates by speed, and which differences to the first are real."""
+    rows = map(ranking_cells, sorted(comparisons, key=rank))
+    yield ""
+    yield text_table(RANKING_COLUMNS, picked(RANKING_COLUMNS, rows))
+
+
+def rank(record: ComparisonRecord) -> tuple[bool, bool, float]:
+    """What to sort candidates by: those that drafted first, noise checks behind, then by speed."""
+    return record["verdict"] is None, is_noise_check(record), -(ratio_in(record) or 0.0)
+
+
+def ranking_cells(record: ComparisonRecord) -> Cells:
+    """One candidate, beside the fastest one."""
+    behind = record["against_best"]
+    place = speed_words(behind)
+    if behind is None:
+        place = "" if record["verdict"] is None else "first"
+    return {
+        **cells_of(record),
+        "Candidate": record["candidate"],
+        "Against the first": place,
+        "Difference": difference_words(behind),
+    }
+
+
+def difference_words(behind: Optional[AgainstBest]) -> str:
+    """Whether a candidate truly differs from the fastest one."""
+    if behind is None:
+        return ""
+    if limits_of(behind) is None:
+        return "too few prompts to tell"
+    if excludes_1(behind):
+        return "real"
+    return "no difference shown"
+
+
+def crossover_lines(comparisons: Sequence[ComparisonRecord]) -> Lines:
+    """How the gain changes under load, and between which levels it is lost."""
+    levels = sorted(comparisons, key=lambda record: record["concurrency"])
+    yield text_table(CROSSOVER_COLUMNS, picked(CROSSOVER_COLUMNS, map(crossover_cells, levels)))
+    yield f"Crossover: {crossover_words(levels)}. Decide by the level your server usually runs at."
+    loaded = [record for record in levels if record["concurrency"] > 1]
+    if any(record["text_comparison"]["divergent"] for record in loaded):
+        yield (
+            "Texts under load may differ because the batch is composed differently; that is not "
+            "speculation's doing alone."
+        )
+
+
+def crossover_cells(record: ComparisonRecord) -> Cells:
+    """One concurrency level."""
+    latency = record["latency_p50_s"]
+    return {
+        **cells_of(record),
+        "Load": str(record["concurrency"]),
+        "Baseline latency s": figure(latency["baseline"]),
+        "Draft latency s": figure(latency["speculative"]),
+    }
+
+
+def crossover_words(levels: Sequence[ComparisonRecord]) -> str:
+    """Between which of the rising levels the ratio falls below 1, and whether that is sure."""
+    known = [(record["concurrency"], record["speedup"]) for record in levels if record["speedup"]]
+    lost = [i for i, (_, speed) in enumerate(known) if speed["ratio"] < 1]
+    deciding = known
+    if not known:
+        words = "not known"
+    elif not lost:
+        words = "within these levels the ratio does not fall below 1"
+    elif lost[0] == 0:
+        words = f"the ratio is below 1 already at {known[0][0]} at a time"
+        deciding = known[:1]
+    else:
+        deciding = known[lost[0] - 1 : lost[0] + 1]
+        above, below = (level for level, _ in deciding)
+        words = f"the ratio falls below 1 between {above} and {below} requests at a time"
+    if len(known) < len(levels) or not all(excludes_1(speed) for _, speed in deciding):
+        words += " (not sure: an interval there holds 1, or is missing)"
+    return words
+
+
+def excludes_1(speed: Interval) -> bool:
+    """Whether a difference is shown: the whole interval lies on one side of 1."""
+    limits = limits_of(speed)
+    return limits is not None and not limits[0] <= 1 <= limits[1]
+
+
+def result_lines(result: Result) -> Lines:
+    """The terminal report of one level, the sentence to quote last."""
+    several = len(result.comparisons) > 1
+    yield from endpoint_lines(result.endpoints)
+    for record in result.comparisons:
+        if several:
+            yield ""
+            yield f"== {record['candidate']} =="
+        yield from comparison_lines(record)
+    if several:
+        yield from ranking_lines(result.comparisons)
+    for endpoint in result.endpoints:
+        if not result.comparisons:
+            yield from single_lines(endpoint)
+    for endpoint in result.endpoints:
+        if endpoint["failed"]:
+            yield f"{endpoint_arm(endpoint)}: {failure_words(endpoint)}"
+    yield from memory_lines(result.endpoints)
+    yield from audit_lines(result.endpoints, result.comparisons)
+    yield ""
+    for record in result.comparisons:
+        name = f"{record['candidate']}: " if several else ""
+        yield name + sentence(record)
+
+
+def failure_words(record: EndpointRecord) -> str:
+    """How many requests of an arm failed, and why the first did."""
+    failed = f"{record['failed']} of {record['requests']} requests failed"
+    return f"{failed}; the first: {record['first_error']}"
+
+
+def single_lines(record: EndpointRecord) -> Lines:
+    """The report on one server measured alone."""
+    rows = [single_row(part) for part in record["workloads"]]
+    yield ""
+    yield text_table(("Workload", "Completed", "Tokens/s", "Decode tokens/s"), rows)
+    missing, judged = "--baseline-url", ": speculation did not run."
+    if endpoint_arm(record) == "baseline":
+        missing, judged = "--speculative-url", ", as it should be on a baseline."
+    if record["acceptance"] and record["acceptance"]["drafted"] == 0:
+        yield f"No draft was seen{judged}"
+    if drafting_parts(record):
+        yield ""
+    yield from draft_lines(record)
+    yield f"One server was measured, so the speed-up is unknown; see {missing}, and compare --help."
+
+
+def single_row(part: WorkloadFigures) -> list[str]:
+    """One kind of work on one server."""
+    rates = [figure(part["output_tokens_per_s"]), figure(part["decode_tokens_per_s"])]
+    return [part["workload"], str(part["completed"]), *rates]
+
+
+def levels_lines(results: Sequence[Result]) -> list[str]:
+    """The report of every concurrency level; of several, also what load does to the gain."""
+    if len(results) == 1:
+        return list(result_lines(results[0]))
+    lines = []
+    for result in results:
+        level = result.endpoints[0]["concurrency"]
+        lines += ["", f"=== {plural(level, 'request')} at a time ===", *result_lines(result)]
+    comparisons = [record for result in results for record in result.comparisons]
+    for levels in by_label(comparisons).values():
+        if len(levels) > 1:
+            lines += ["", *crossover_lines(levels)]
+    return lines[1:]
+
+
+def memory_lines(endpoints: Sequence[EndpointRecord]) -> Lines:
+    """Cache and memory of the servers, where they tell: a draft is bought with cache."""
+    servers = []
+    for record in endpoints:
+        about, sizes = record["server"], []
+        if about.get("cache_tokens"):
+            sizes.append(f"cache for {about['cache_tokens']} tokens")
+        if about.get("resident_bytes"):
+            sizes.append(f"{about['resident_bytes'] / 2**20:.0f} MiB resident")
+        if sizes:
+            servers.append(f"{endpoint_arm(record)} {', '.join(sizes)}")
+    if servers:
+        yield f"Memory: {'; '.join(servers)}."
+
+
+def markdown_divergences(result: Result, prompts: Optional[Sequence[Prompt]], command: str) -> str:
+    """A bug report to paste: what was run, where texts part, what the baseline thought there."""
+    return "\n".join(divergence_report(result, prompts, command)) + "\n"
+
+
+def divergence_report(result: Result, prompts: Optional[Sequence[Prompt]], command: str) -> Lines:
+    """Its lines."""
+    level = result.endpoints[0]["concurrency"]
+    changed = any(record["text_comparison"]["divergent"] for record in result.comparisons)
+    title = "Greedy text that changes" if changed else "No text changed"
+    load = f", {level} requests at a time" if level > 1 else ""
+    yield f"# {title} with speculative decoding{load}"
+    yield ""
+    yield from map(request_line, result.endpoints)
+    yield f"- measured with: `{one_printable_line(command)}`"
+    yield "- servers started with (fill in): baseline `...`, speculative `...`"
+    for record in result.comparisons:
+        yield from candidate_section(record)
+        for group in grouped_divergences(record["text_comparison"]["divergences"]):
+            yield from divergence_block(group)
+            if prompts:
+                messages = prompts[group[0]["prompt_index"]].messages
+                yield from ("", "```json", json.dumps(list(messages)), "```")
+
+
+def request_line(record: EndpointRecord) -> str:
+    """What one server was asked for, in the bug report."""
+    server = f"{endpoint_arm(record)}: {record['engine']} {record['engine_version']}"
+    return (
+        f"- {server}, model `{record['model']}`, POST /v1/chat/completions with temperature "
+        f"{record['temperature']}, seed {record['seed']}, max_tokens {record['max_tokens']}"
+    )
+
+
+def candidate_section(record: ComparisonRecord) -> Lines:
+    """The head of one candidate's differences in the bug report."""
+    texts = record["text_comparison"]
+    listed = len(texts["divergences"])
+    own, rate = agreement_words(texts["baseline_self"]), figure(rate_in(record))
+    yield ""
+    yield f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ"
+    yield ""
+    yield f"Baseline against itself: {own}. Acceptance {rate}."
+    if listed < texts["divergent"]:
+        yield (
+            f"Listed are {listed} of these pairs, those on a baseline that agrees with itself "
+            "first."
+        )
+
+
+def divergence_block(group: Sequence[Divergence]) -> Lines:
+    """One difference in the bug report, with the tokens that the baseline had to choose between."""
+    triage = group[0]["triage"]
+    yield from ("", f"Prompt index {group[0]['prompt_index']}:", "", "```text")
+    yield from map(printable, divergence_lines(group))
+    if triage is not None:
+        own, other = json.dumps(triage["baseline_token"]), "not known"
+        if triage["speculative_token"] is not None:
+            other = json.dumps(triage["speculative_token"])
+        yield f"    baseline token {own}, other token {other}"
+    yield "```"
+
+
+def conditions_told(record: Record) -> dict[str, object]:
+    """What may explain a change from run to run, under the names that a history uses."""
+    server = {
+        "version": record["engine_version"],
+        "baseline version": record.get("baseline_engine_version"),
+        "engine": record["engine"],
+        "model": record["model"],
+        "prompts": record["prompts_sha256"],
+    }
+    return {
+        **server,
+        "max_tokens": record["max_tokens"],
+        "concurrency": record["concurrency"],
+        "repeats": record["repeats"],
+        "context length": record["context"],
+        "prompt tokens from the cache": record["cached_tokens"],
+    }
+
+
+def changed_conditions(before: Record, now: Record) -> Lines:
+    """What else changed between two records of a label, in words."""
+    old = conditions_told(before)
+    for name, value in conditions_told(now).items():
+        if value != old[name] and name == "prompts":
+            yield name  # two hashes would tell nobody anything
+        elif value != old[name]:
+            yield f"{name} {old[name]} -> {value}"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A figure that should not fall from run to run, with its interval."""
+
+    name: str
+    value: float
+    interval: Union[Interval, SpeedInterval]
+
+
+def watched(record: Record) -> Optional[Watched]:
+    """The ratio of a comparison, the baseline's own tokens/s; None if unknown or of another arm."""
+    if record["kind"] == "comparison":
+        ratio = cast(ComparisonRecord, record)["speedup"]
+        if ratio is None:
+            return None
+        return Watched("speed-up", ratio["ratio"], ratio)
+    endpoint = cast(EndpointRecord, record)
+    speed = endpoint["speed"]
+    if speed is None or endpoint_arm(endpoint) != "baseline":
+        return None
+    return Watched("baseline tokens/s", speed["tokens_per_s"], speed)
+
+
+def comparable(record: Record) -> tuple[object, ...]:
+    """What two records must have in common for a fall between them to be a regression."""
+    asked = record["prompts_sha256"], record["max_tokens"], record["concurrency"]
+    return record["kind"], record["label"], record["model"], *asked
+
+
+def regressions(earlier: Sequence[Record], now: Sequence[Record]) -> list[str]:
+    """One line for each ratio or baseline speed that fell since the last comparable record.
+
+    It fell where its interval lies wholly below the one before.
+    """
+    alarms = []
+    for record in now:
+        past = [old for old in earlier if comparable(old) == comparable(record) and watched(old)]
+        if past:
+            alarms += regression_lines(past[-1], record)
+    return alarms
+
+
+def regression_lines(before: Record, now: Record) -> list[str]:
+    """The alarm of one record, if its figure fell."""
+    old, new = watched(before), watched(now)
+    if old is None or new is None:
+        return []
+    floor, top = old.interval["low"], new.interval["high"]
+    if floor is None or top is None or top >= floor:
+        return []
+    changes = ", ".join(changed_conditions(before, now))
+    besides = f"also changed: {changes}" if changes else "nothing else known changed"
+    fall = f"from {watched_words(old)} to {watched_words(new)} since {before['recorded_at']}"
+    return [f"REGRESSION {now['label']}: {new.name} fell {fall}; {besides}"]
+
+
+def watched_words(speed: Watched) -> str:
+    """ "1.80 (1.71 to 1.89)"."""
+    return f"{speed.value:.2f} ({interval_of(speed.interval)})"
+
+
+def history_rows(records: Sequence[ComparisonRecord]) -> Rows:
+    """One row for each run of a label, with what changed since the run before."""
+    rows = []
+    for before, record in zip([None, *records], records):
+        changes = changed_conditions(before, record) if before else ()
+        cells = cells_of(record)
+        cells["Recorded"] = record["recorded_at"]
+        cells["Ratio change"] = change_mark(before, record)
+        cells["Engine version"] = record["engine_version"]
+        cells["Also changed"] = "; ".join(changes)
+        rows.append(cells)
+    return picked(HISTORY_COLUMNS, rows)
+
+
+def change_mark(before: Optional[ComparisonRecord], now: ComparisonRecord) -> str:
+    """The change since the run before: v lower, ^ higher, = intervals overlap, ? one is missing."""
+    if before is None:
+        return ""
+    old, new = limits_of(before["speedup"]), limits_of(now["speedup"])
+    if old is None or new is None:
+        return "?"
+    if new[1] < old[0]:
+        return "v"
+    if new[0] > old[1]:
+        return "^"
+    return "="
+
+
+def trend_marks(ratios: Sequence[Optional[float]]) -> str:
+    """One character a run, `_.-=*#` from the lowest to the highest ratio; ? where unknown."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    low = min(known, default=0.0)
+    width = max(known, default=0.0) - low
+    marks = ""
+    for ratio in ratios:
+        if ratio is None:
+            marks += "?"
+        elif width > 0.005:
+            marks += "_.-=*#"[round(5 * (ratio - low) / width)]
+        else:
+            marks += "-"
+    return marks
+
+
+def markdown_report(records: Sequence[Record]) -> str:
+    """The notebook as Markdown: latest tables, crossover under load and history of each label."""
+    return "\n".join(notebook_lines(records))
+
+
+def notebook_lines(records: Sequence[Record]) -> Lines:
+    """Its lines, some of them whole paragraphs; servers compared with nothing come last."""
+    comparisons = comparisons_in(records)
+    yield "# Speculative decoding: what was measured\n"
     if not comparisons:
-        lines += ["No comparison is recorded.", ""]
-    for label in dict.fromkeys(record["label"] for record in comparisons):
-        lines += label_lines(label, [record for record in comparisons if record["label"] == label])
-    shown = {record[name] for record in comparisons for name in ("run_id", "baseline_run_id")}
-    singles = [r for r in records if r.get("kind") == "endpoint" and r["run_id"] not in shown]
+        yield "No comparison is recorded.\n"
+    for label, group in by_label(comparisons).items():
+        yield from label_lines(label, group)
+    shown = {record["run_id"] for record in comparisons}
+    shown |= {record["baseline_run_id"] for record in comparisons}
+    singles = [record for record in endpoints_in(records) if record["run_id"] not in shown]
     if singles:
-        rows = [
-            [
-                r["label"],
-                r["recorded_at"],
-                figure(r["output_tokens_per_s"]),
-                f"{r['completed']} of {r['requests']}",
-                r["engine_version"],
-            ]
-            for r in singles
-        ]
         header = ("Label", "Recorded", "Tokens/s", "Completed", "Engine version")
-        lines += [
-            "## Servers without a comparison here",
-            "",
-            printable(markdown_table(header, rows)),
-            "",
-        ]
-    return "\n".join(lines)
+        table = markdown_table(header, picked(header, map(server_cells, singles)))
+        yield "## Servers without a comparison here\n"
+        yield printable(table) + "\n"
 
 
-def label_lines(label: str, group: Sequence[JSON]) -> list[str]:
+def label_lines(label: str, group: Sequence[ComparisonRecord]) -> Lines:
     """What a notebook holds under one label, the last run in full."""
-    latest = group[-1]
-    same_run = [r for r in group if r["run_id"].split("-")[0] == latest["run_id"].split("-")[0]]
-    levels = list(
-        {r["concurrency"]: r for r in same_run}.values()
-    )  # measured, and perhaps compared once more
-    lines = [
-        f"## {one_printable_line(label)}",
-        "",
-        *(printable(sentence(r)) for r in levels),
-        "",
-        RATIO_NOTE,
-        "",
-    ]
+    last = measurement_of(group[-1])
+    latest = [record for record in group if measurement_of(record) == last]
+    # measured, and perhaps compared once more
+    levels = list({record["concurrency"]: record for record in latest}.values())
+    yield f"## {one_printable_line(label)}\n"
+    yield from map(printable, map(sentence, levels))
+    yield f"\n{RATIO_NOTE}\n"
     for record in levels:
-        notes = [f"- {printable(line)}" for line in audit_lines([record])]
-        lines += [f"Load {record['concurrency']}:", ""] * (len(levels) > 1)
-        lines += [
-            markdown_table(WORKLOAD_COLUMNS, workload_rows(record)),
-            "",
-            *(printable(line.strip()) for line in explanation_lines(record)),
-            "",
-            *notes,
-            *[""] * bool(notes),
-        ]
+        if len(levels) > 1:
+            yield f"Load {record['concurrency']}:\n"
+        yield from latest_lines(record)
     if len(levels) > 1:
-        lines += ["```text", *crossover_lines(levels)[1:], "```", ""]
+        yield from ("```text", *crossover_lines(levels), "```\n")
     for level in sorted({record["concurrency"] for record in group}):
-        past = [record for record in group if record["concurrency"] == level]
-        load = f" at {level} requests at a time" if level > 1 else ""
-        lines += [
-            f"History{load}, `{trend_marks([as_number(ratio_in(r)) for r in past])}` (lowest `_` to highest `#`; "
-            "change: v lower, ^ higher, = no difference shown, ? unknown):",
-            "",
-            printable(markdown_table(HISTORY_COLUMNS, history_rows(past))),
-            "",
-        ]
-    return lines
+        yield from history_lines([record for record in group if record["concurrency"] == level])
 
 
-def csv_report(records: Sequence[JSON]) -> str:
-    """The comparisons as comma-separated values, one row a record."""
+def measurement_of(record: ComparisonRecord) -> str:
+    """What the levels of one measurement have in common: their run_id without the level behind."""
+    return record["run_id"].removesuffix(f"-{record['concurrency']}")
+
+
+def latest_lines(record: ComparisonRecord) -> Lines:
+    """One comparison in the notebook's report: table, explanation, audit."""
+    yield markdown_table(WORKLOAD_COLUMNS, workload_rows(record)) + "\n"
+    for line in explanation_lines(record):
+        yield printable(line.strip())
+    yield ""
+    for line in audit_lines([], [record]):
+        yield f"- {printable(line)}"
+    if record["audit"]:
+        yield ""
+
+
+def history_lines(past: Sequence[ComparisonRecord]) -> Lines:
+    """All runs of one label at one concurrency level, oldest first."""
+    load, trend = load_words(past[0]["concurrency"]), trend_marks(list(map(ratio_in, past)))
+    legend = "change: v lower, ^ higher, = no difference shown, ? unknown"
+    yield f"History{load}, `{trend}` (lowest `_` to highest `#`; {legend}):\n"
+    yield printable(markdown_table(HISTORY_COLUMNS, history_rows(past))) + "\n"
+
+
+def csv_report(records: Sequence[Record]) -> str:
+    """The comparisons as comma-separated values, a row a record, columns named as its fields."""
     import csv
     import io
 
     out = io.StringIO()
-    writer = csv.DictWriter(
-        out,
-        (
-            "label",
-            "recorded_at",
-            "concurrency",
-            "ratio",
-            "low",
-            "high",
-            "verdict",
-            "acceptance",
-            "baseline_tokens_per_s",
-            "speculative_tokens_per_s",
-            "identical",
-            "compared",
-            "engine",
-            "engine_version",
-            "model",
-        ),
-        lineterminator="\n",
-        extrasaction="ignore",
-    )
+    writer = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    for r in records:
-        if r.get("kind") == "comparison":
-            writer.writerow(
-                {
-                    **r,
-                    **r["text_comparison"],
-                    **(r["speedup"] or {}),
-                    "acceptance": (r["acceptance"] or {}).get("rate"),
-                }
-            )
+    for record in comparisons_in(records):
+        values = {**record, **record["text_comparison"]}
+        values["acceptance"] = rate_in(record)
+        if record["speedup"]:
+            values.update(record["speedup"])
+        writer.writerow(values)
     return out.getvalue().rstrip("\n")
 
 
