@@ -137,11 +137,20 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import asdict, dataclass, field, replace
 from typing import (
     Any,
     BinaryIO,
+    Literal,
     NamedTuple,
     NoReturn,
     Optional,
@@ -448,7 +457,7 @@ def read_bytes(path: str, pipe_allowed: bool = False) -> bytes:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
 
-def json_line(value: JSON) -> bytes:
+def json_line(value: Mapping[str, object]) -> bytes:
     """One line of JSON in ASCII; ValueError rather than NaN or infinity."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
 
@@ -489,7 +498,7 @@ def _wait_for_lock(file: BinaryIO) -> None:
             time.sleep(0.05)
 
 
-def append_records(path: str, records: Sequence[JSON]) -> None:
+def append_records(path: str, records: Sequence[Mapping[str, object]]) -> None:
     """Append whole lines in one write; an unfinished last line is ended first.
 
     OSError where that fails.  Bytes that are in the file stay as they are; a write that fails
@@ -751,104 +760,481 @@ def _are_messages(value: object) -> bool:
 
 # ---- engines ------------------------------------------------------------------------------------
 
-OWNERS = {
-    "llamacpp": "llama.cpp",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "tensorrt_llm": "tensorrt-llm",
-    "lmdeploy": "lmdeploy",
-    "tabbyAPI": "tabbyapi",
-    "organization_owner": "lm-studio",
-    "library": "ollama",
-    "koboldcpp": "koboldcpp",
-    "reference": "reference",
-}
+# All that is known of an engine stands in its row.  A server is recognised by what it sends; but
+# answers and metrics pages are read by their shape, whatever the engine is called, since proxies
+# pass both through and some rename.
 
-# Where each engine tells its version; GET, without side effects.  Asked in this order where the engine is not known.
-VERSIONS = (
-    ("llama.cpp", "/props", "build_info"),
-    ("sglang", "/server_info", "version"),
-    ("vllm", "/version", "version"),
-    ("tensorrt-llm", "/version", "version"),
-    ("koboldcpp", "/api/extra/version", "version"),
-    ("ollama", "/api/version", "version"),
-    ("tgi", "/info", "version"),
+
+@dataclass(frozen=True)
+class VersionPage:
+    """A page that tells the version of an engine; a GET without side effects."""
+
+    path: str
+    field: str = "version"
+    mark: str = ""  # a field that this engine's page has and the others' have not,
+    marked: str = ""  # with this value, where the field alone is no mark
+    names_engine: bool = True  # False: several engines answer alike, it tells the version only
+
+    def is_told_by(self, page: Mapping[str, object]) -> bool:
+        """Whether this JSON page tells a version, and is of this engine."""
+        if self.field not in page or (self.mark and self.mark not in page):
+            return False
+        return not self.marked or page[self.mark] == self.marked
+
+
+@dataclass(frozen=True)
+class AnswerFields:
+    """Where an answer tells what became of its drafts, by which names; "" for what it does not.
+
+    The path leads through what AnswerBuilder keeps: fields of the event by their own names, and
+    those of KEPT_APART.
+    """
+
+    path: tuple[str, ...]
+    steps: str = ""
+    drafted: str = ""
+    accepted: str = ""
+    rejected: str = ""  # tokens; drafted is then their sum with the accepted
+    rejections: str = ""  # steps that ended in one
+    histogram: str = ""  # h[j] steps had exactly j drafts accepted
+    zeros_tell: bool = True  # False: it stands as zeros in answers of servers that never draft
+    source: str = "response"
+
+
+@dataclass(frozen=True)
+class DraftCounters:
+    """What an engine calls its counters of drafts: behind a stem, with `_total` or without.
+
+    The names are those that vLLM brought and that LMDeploy and llama.cpp took over; "" for what
+    there is not.
+    """
+
+    stem: str
+    steps: str = "drafts"
+    drafted: str = "draft_tokens"
+    accepted: str = "accepted_tokens"
+    positions: str = "accepted_tokens_per_pos"  # accepted tokens by draft position
+    drafted_positions: str = ""  # drafted tokens by draft position, where no counter has the sum
+    emitted: str = ""  # accepted tokens, and one of the target's own for each step
+    sums_positions: bool = False  # accepted is the sum of the positions, where there are any
+    needs: tuple[str, ...] = ()  # figures of an Acceptance without which these are not the counters
+    derive: Optional[Callable[[DraftCounters, Sequence[Sample], int], Optional[Acceptance]]] = None
+
+    def names(self) -> set[str]:
+        """The whole names of the counters of drafts, without `_total`."""
+        behind = {self.steps, self.drafted, self.accepted, self.positions, self.drafted_positions}
+        return {self.stem + name for name in behind if name}
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """One row: how an engine is recognised, what is asked of it, how it tells of its drafts."""
+
+    name: str
+
+    # It is recognised by
+    owners: tuple[str, ...] = ()  # `owned_by` of the models that it lists,
+    banner: str = ""  # the beginning of its Server header,
+    banner_is_common: bool = False  # (which counts only for a listed model without an owner)
+    version: Optional[VersionPage] = None
+    series: str = ""  # or the beginning of the names on its metrics page.
+
+    # It is asked for
+    asks: JSON = field(default_factory=dict)  # fields of requests with which its answers tell more;
+    answer_page: str = ""  # a page on the last answer, read after each and kept as "perf";
+    slots_page: str = ""  # a page with the context of each slot;
+    metrics_page: str = "/metrics"
+    metrics_hint: str = ""  # how it is started so that it has that page.
+
+    # Its metrics page has
+    generated: tuple[str, ...] = ()  # tokens made, to be compared with those received;
+    running: str = (
+        ""  # gauges of its requests: the ends of their names, since gateways change the beginning;
+    )
+    waiting: str = ""
+    cache_info: str = ""  # the series that has the capacity of its cache as labels;
+    counters: tuple[DraftCounters, ...] = ()
+    counters_if_configured: bool = False  # no draft counters where speculation is not configured;
+    six_digits: str = ""  # part of the names of counters that are written with six digits only;
+    histograms: str = ""  # a pattern of the names of histograms, the parts of which are counters.
+
+    answers: tuple[AnswerFields, ...] = ()  # what it tells in its answers
+
+
+def accepted_from_generated(
+    names: DraftCounters, samples: Sequence[Sample], answers: int
+) -> Optional[Acceptance]:
+    """For engines that count verification steps only.
+
+    Every step gives its accepted drafts and one token more; the first token of each answer comes
+    from the prompt pass.
+    """
+    steps = counted_by(samples, names.stem + names.steps)
+    if steps is None:
+        return None
+    generated = counted_by(samples, names.stem + names.emitted)
+    if generated is None or not answers or not steps:
+        return Acceptance("metrics", steps)
+    return Acceptance("metrics", steps, accepted=max(generated - answers - steps, 0))
+
+
+def accepted_from_histogram(
+    names: DraftCounters, samples: Sequence[Sample], answers: int
+) -> Optional[Acceptance]:
+    """For engines that record the accepted tokens of every step, and of every prompt pass."""
+    count = counted_by(samples, names.stem + names.steps)
+    total = counted_by(samples, names.stem + names.accepted)
+    if count is None or total is None:
+        return None
+    buckets = [s for s in samples if s.name == names.stem + names.positions]
+    below = {(s.label("le") or "").removesuffix(".0"): s.value for s in buckets}
+    positions: list[int] = []
+    while str(len(positions)) in below:
+        positions.append(round(count - below[str(len(positions))]))
+    if positions and positions[-1] == 0:
+        positions.pop()  # le="k" holds every step of a chain of k
+    if total == 0 and not positions:
+        # every page has the histogram; without speculation only its zero bucket
+        return Acceptance("metrics", steps=0, drafted=0, accepted=0)
+    return Acceptance(
+        source="metrics",
+        steps=count - answers,
+        accepted=total,
+        per_position=tuple(positions) or None,
+    )
+
+
+UNKNOWN = Engine("unknown")
+
+# The servers of `calibrate`: counters under vLLM's names, which are all there where they draft.
+REFERENCE = Engine(
+    name="reference",
+    owners=("reference",),
+    generated=("vllm:generation_tokens_total",),
+    running="vllm:num_requests_running",
+    counters=(DraftCounters("vllm:spec_decode_num_"),),
+    counters_if_configured=True,
 )
 
-# The engine whose series begin so.
-SERIES = {
-    "vllm:": "vllm",
-    "sglang:": "sglang",
-    "lmdeploy:": "lmdeploy",
-    "tgi_": "tgi",
-    "trtllm_": "tensorrt-llm",
-    "llamacpp:": "llama.cpp",
-}
-
-# Request fields with which an engine tells more; only after it was detected, since others refuse unknown fields.
-ENGINE_EXTRAS: dict[str, JSON] = {
-    "sglang": {"return_spec_tokens_details": True},
-    "vllm": {"return_token_ids": True},
-}
-
-# What engines report about a single answer, kept as sent: see the acceptance section.
-STATISTICS_KEYS = ("timings", "metrics", "sglext", "meta_info", "stats", "system_fingerprint")
-
-# Blocks with a histogram: where they stand, and what they call the steps, the drafted and the accepted tokens.
-HISTOGRAM_BLOCKS = (
-    # vLLM with --per-request-spec-decode-metrics
-    (
-        ("metrics", "speculative_decoding"),
-        "num_spec_steps",
-        "num_draft_tokens",
-        "num_accepted_draft_tokens",
-        "acceptance_histogram",
+# Their order is the order in which version pages are asked for while the engine is unknown, and in
+# which answers and pages are tried.
+ENGINES: tuple[Engine, ...] = (
+    Engine(
+        name="llama.cpp",
+        owners=("llamacpp",),
+        banner="llama.cpp",
+        # Its `speculative` settings there say "none" even where it drafts.  ik_llama.cpp tells no
+        # build.  Fields of a request like speculative.n_max are ignored by the newest, with HTTP
+        # 200, and obeyed by older ones and forks.
+        version=VersionPage("/props", "build_info"),
+        series="llamacpp:",
+        slots_page="/slots",
+        # Otherwise the page answers 501; with --api-key it is guarded.  A router wants ?model=NAME,
+        # and loads that model.  Each read resets its gauges of tokens per second; n_tokens_max says
+        # it is a counter and is a high-water mark.
+        metrics_hint="llama-server with --metrics",
+        # Lemonade, a gateway, re-exports llama.cpp's counters under the longer names.
+        generated=("llamacpp:tokens_predicted_total", "lemonade_llamacpp_tokens_predicted_total"),
+        running="requests_processing",
+        waiting="requests_deferred",
+        # A draft is counted where it is handed to verification, steps without one are not; accepted
+        # is without the token that the target adds.  An answer is counted whole, at its end, before
+        # the page can be read behind it.  All three stand as 0 with speculation off; the positions
+        # only come with the first draft.  Recurrent models need two decodes for a counted step.
+        counters=(
+            DraftCounters("llamacpp:spec_decode_num_", sums_positions=True),
+            DraftCounters("lemonade_llamacpp_spec_decode_num_", sums_positions=True),
+            # forks and builds that were never merged
+            DraftCounters(
+                stem="llamacpp:",
+                steps="draft_verify_steps",
+                accepted="draft_tokens_accepted",
+                positions="",
+                needs=("drafted",),
+            ),
+            DraftCounters(
+                stem="llamacpp:",
+                steps="draft_verify_steps",
+                drafted="spec_tokens_drafted",
+                accepted="spec_tokens_accepted",
+                positions="",
+                needs=("drafted",),
+            ),
+        ),
+        # Sums go through a stream of six digits (1234567 is written 1.23457e+06); positions are
+        # whole numbers.
+        six_digits="llamacpp",
+        # ik_llama.cpp and many servers that copied its `timings` too; mlx-vlm alone tells its
+        # rounds.  The two counts are left out where nothing was drafted.  Drafts are cut to what is
+        # left of an answer; accepted tokens behind a stop are counted and not sent.
+        answers=(
+            AnswerFields(
+                path=("timings",),
+                steps="draft_rounds",
+                drafted="draft_n",
+                accepted="draft_n_accepted",
+                source="timings",
+            ),
+        ),
     ),
-    # SGLang asked for return_spec_tokens_details, or its own route; drafted is nominal there
-    (
-        ("sglext", "spec_tokens_details"),
-        "spec_verify_ct",
-        "spec_num_proposed_drafts",
-        "spec_num_correct_drafts",
-        "spec_correct_drafts_histogram",
+    Engine(
+        name="sglang",
+        owners=("sglang",),
+        version=VersionPage("/server_info"),  # wants the key, unlike its metrics page
+        series="sglang:",
+        asks={"return_spec_tokens_details": True},  # return_token_ids is an error when streaming
+        metrics_hint="SGLang with --enable-metrics",
+        generated=("sglang:generation_tokens_total",),
+        running="num_running_reqs",
+        waiting="num_queue_reqs",
+        # No counter of drafted or accepted tokens; those that there are count at the end of a
+        # request and have no `_created`.  Its gauges spec_accept_length and spec_accept_rate are of
+        # the last 40 decode iterations and stay stale on short runs: never to be summed.
+        counters=(
+            DraftCounters(
+                stem="sglang:",
+                steps="spec_verify_calls",
+                emitted="generation_tokens",
+                derive=accepted_from_generated,
+            ),
+        ),
+        # Drafted is nominal: steps times the configured length, in a tree its nodes.  Its own
+        # spec_accept_length is completion tokens by steps, the token of the prompt pass included,
+        # so it is not read.
+        answers=(
+            AnswerFields(
+                path=("sglext", "spec_tokens_details"),
+                steps="spec_verify_ct",
+                drafted="spec_num_proposed_drafts",
+                accepted="spec_num_correct_drafts",
+                histogram="spec_correct_drafts_histogram",
+            ),
+            # as its own route and older releases have them
+            AnswerFields(
+                path=("meta_info",),
+                steps="spec_verify_ct",
+                drafted="spec_num_proposed_drafts",
+                accepted="spec_num_correct_drafts",
+                histogram="spec_correct_drafts_histogram",
+            ),
+        ),
     ),
-    (
-        ("meta_info",),
-        "spec_verify_ct",
-        "spec_num_proposed_drafts",
-        "spec_num_correct_drafts",
-        "spec_correct_drafts_histogram",
+    Engine(
+        name="vllm",
+        owners=("vllm",),
+        version=VersionPage("/version", names_engine=False),
+        series="vllm:",
+        asks={"return_token_ids": True},  # a chunk holds all tokens of a step: how many, these tell
+        # Counted after truncation.  iteration_tokens_total beside it is a histogram in spite of its
+        # name.
+        generated=("vllm:generation_tokens_total",),
+        running="requests_running",
+        waiting="requests_waiting",
+        cache_info="vllm:cache_config_info",
+        # They count with every step, one series an engine: all are summed.  Steps without a draft
+        # are not counted.  A full hit of the prefix cache is padded with a draft of dummies: one
+        # step more, nothing accepted.  A last step may overshoot max_tokens: accepted, not sent.
+        # Several API servers have one page each, which then is of a part only.  Before its rewrite
+        # it told emitted tokens in place of steps.
+        counters=(DraftCounters("vllm:spec_decode_num_", emitted="emitted_tokens"),),
+        counters_if_configured=True,
+        # With --per-request-spec-decode-metrics, on the usage chunk; a server without speculation
+        # does not start with that flag.
+        answers=(
+            AnswerFields(
+                path=("metrics", "speculative_decoding"),
+                steps="num_spec_steps",
+                drafted="num_draft_tokens",
+                accepted="num_accepted_draft_tokens",
+                histogram="acceptance_histogram",
+            ),
+        ),
     ),
-    # TensorRT-LLM, inside the choice
-    (
-        ("choice",),
-        "num_spec_steps",
-        "total_draft_tokens",
-        "total_accepted_draft_tokens",
-        "acceptance_histogram",
+    Engine(
+        name="lmdeploy",
+        owners=("lmdeploy",),
+        series="lmdeploy:",
+        generated=("lmdeploy:generation_tokens_total",),
+        running="requests_running",
+        waiting="requests_waiting",
+        # Drafted is nominal, the configured length times the steps.  A task of its own counts, so
+        # it may come late.  With API keys its page is guarded, whatever its documentation says.
+        counters=(DraftCounters("lmdeploy:spec_decode_num_"),),
+        counters_if_configured=True,
     ),
+    Engine(
+        name="tensorrt-llm",
+        owners=("tensorrt_llm",),
+        version=VersionPage("/version", names_engine=False),
+        series="trtllm_",
+        # /metrics is JSON there, and every read empties it.  Unknown request fields are an error.
+        metrics_page="/prometheus/metrics",
+        generated=("trtllm_generation_tokens_total",),
+        running="requests_running",
+        waiting="requests_waiting",
+        # Two families count the same tokens at different moments, so one of them is used, never
+        # both.  None has steps.  Label values may be the word "undefined".
+        counters=(
+            DraftCounters(
+                stem="trtllm_spec_decode_",
+                steps="",
+                drafted="num_draft_tokens",
+                accepted="num_accepted_tokens",
+                positions="accepted_tokens",
+                needs=("drafted",),
+            ),
+            DraftCounters(
+                stem="trtllm_spec_decode_",
+                steps="",
+                drafted="",
+                accepted="",
+                positions="accepted_tokens",
+                drafted_positions="drafted_tokens",
+                sums_positions=True,
+                needs=("drafted", "per_position"),
+            ),
+        ),
+        # with per_request_spec_decode_stats, inside the choice
+        answers=(
+            AnswerFields(
+                path=("choice",),
+                steps="num_spec_steps",
+                drafted="total_draft_tokens",
+                accepted="total_accepted_draft_tokens",
+                histogram="acceptance_histogram",
+            ),
+        ),
+    ),
+    Engine(
+        name="lm-studio",
+        owners=("organization_owner",),
+        # Drafts that it ignored were never verified and do not count as drafted, although they are
+        # in its total.
+        answers=(
+            AnswerFields(
+                path=("stats",),
+                accepted="accepted_draft_tokens_count",
+                rejected="rejected_draft_tokens_count",
+            ),
+        ),
+    ),
+    Engine(
+        name="tabbyapi",
+        owners=("tabbyAPI",),
+        # Gateways too.  Rejected is all that a mismatch left unresolved, so the sum is what was
+        # drafted.  Many servers that never draft send both as 0; at OpenAI they mean predicted
+        # outputs.
+        answers=(
+            AnswerFields(
+                path=("usage_details",),
+                accepted="accepted_prediction_tokens",
+                rejected="rejected_prediction_tokens",
+                zeros_tell=False,
+            ),
+        ),
+    ),
+    Engine(
+        name="koboldcpp",
+        owners=("koboldcpp",),
+        version=VersionPage("/api/extra/version", mark="result", marked="KoboldCpp"),
+        # Of its last generation only.  One failure is one round that ended in a rejection, not one
+        # token, so their sum is not what was drafted.
+        answer_page="/api/extra/perf",
+        answers=(
+            AnswerFields(
+                path=("perf",),
+                accepted="last_draft_success",
+                rejections="last_draft_failed",
+                zeros_tell=False,
+            ),
+        ),
+    ),
+    # It tells of its drafts in its log only, if at all.
+    Engine(name="ollama", owners=("library",), version=VersionPage("/api/version")),
+    Engine(
+        name="tgi",
+        version=VersionPage("/info", mark="model_id"),
+        series="tgi_",
+        generated=("tgi_request_generated_tokens_sum",),
+        running="batch_current_size",
+        waiting="queue_size",
+        # No counter of drafted tokens.  le="i" holds the steps with up to i accepted; some builds
+        # have no buckets, and then it is called a summary.
+        counters=(
+            DraftCounters(
+                stem="tgi_request_skipped_tokens_",
+                steps="count",
+                accepted="sum",
+                positions="bucket",
+                derive=accepted_from_histogram,
+            ),
+        ),
+        histograms=r"tgi_|.*skipped_tokens",
+    ),
+    # Python's own web server, which says so.  It tells nothing of its drafts.  num_draft_tokens is
+    # obeyed in a request, and 0 is off, but the draft still reads the prompt; another draft_model
+    # loads it anew.
+    Engine(name="mlx-lm", banner="BaseHTTP", banner_is_common=True),
+    REFERENCE,
 )
 
-# Tokens that the server says it generated: compared with those received, to find other clients.
-_GENERATED = re.compile(
-    r"(?:llamacpp:|lemonade_llamacpp_)tokens_predicted_total$|(?:vllm|sglang|lmdeploy):generation_tokens_total$"
-    r"|trtllm_generation_tokens_total$|tgi_request_generated_tokens_sum$"
-)
+# What AnswerBuilder and take_reading keep under names of their own: a block of the choice, one of
+# the usage, a page.
+KEPT_APART = ("choice", "usage_details", "perf")
 
 _SPECULATION = re.compile(
     r"(?!http)(?:.*[^a-z])?(?:spec_|specul|draft|skipped_tokens|accepted_|acceptance)"
 )
 
-# Engines whose page has speculation counters only where speculation is configured.
-_SPECULATION_CONFIGURES = re.compile(r"(?:vllm|lmdeploy):generation_tokens_total$")
 
-_RUNNING = re.compile(
-    r".*(?:requests_processing|requests_running|num_running_reqs|batch_current_size)$"
-)
+class Known:
+    """What all these rows together know of answers and of names on metrics pages, found once."""
 
-_WAITING = re.compile(r".*(?:requests_deferred|requests_waiting|num_queue_reqs|queue_size)$")
+    def __init__(self, rows: Sequence[Engine]) -> None:
+        paths = [fields.path[0] for row in rows for fields in row.answers]
+        statistics = [name for name in paths if name not in KEPT_APART]
+        # fields of an answer that are kept as sent
+        self.statistics = tuple(dict.fromkeys([*statistics, "timings", "system_fingerprint"]))
+        counters = [each for row in rows for each in row.counters]
+        self.counters = {name for each in counters for name in each.names()}
+        self.generated = {name for row in rows for name in row.generated}
+        configured = [row for row in rows if row.counters_if_configured]
+        self.generated_if_configured = {name for row in configured for name in row.generated}
+        self.running = tuple(row.running for row in rows if row.running)
+        self.waiting = tuple(row.waiting for row in rows if row.waiting)
+        self.gauges = self.running + self.waiting
+        self.memory = {"process_resident_memory_bytes", *(row.cache_info for row in rows)}
+        self.six_digits = [row.six_digits for row in rows if row.six_digits]
+        histograms = [row.histograms for row in rows if row.histograms]
+        self.histograms = re.compile("|".join(histograms))
 
-_MEMORY = re.compile(r"vllm:cache_config_info$|process_resident_memory_bytes$")
+    def reads(self, name: str) -> bool:
+        """Whether this program reads the series of this name."""
+        if name in self.generated or name in self.memory or _SPECULATION.match(name):
+            return True
+        return name.endswith(self.gauges) or name.removesuffix("_total") in self.counters
+
+
+known_to = functools.cache(Known)
+
+
+def recognised(banner: str, owner: Optional[str], is_listed: bool) -> Engine:
+    """The row of a server with this Server header and owner of its model, which may have none."""
+    for row in ENGINES:
+        is_told = not row.banner_is_common or (is_listed and owner is None)
+        if is_told and row.banner and banner.startswith(row.banner):
+            return row
+    return next((row for row in ENGINES if owner in row.owners), UNKNOWN)
+
+
+def recognised_by_series(names: Iterable[str]) -> Engine:
+    """The row of a server with a metrics page of these names."""
+    seen = list(names)
+    for row in ENGINES:
+        if row.series and any(name.startswith(row.series) for name in seen):
+            return row
+    return UNKNOWN
+
 
 # ---- arithmetic ---------------------------------------------------------------------------------
 
@@ -1172,7 +1558,7 @@ class Endpoint:
     stream: bool = True
     timeout_s: float = 300.0
     metrics_url: Optional[str] = None
-    engine: str = "unknown"
+    engine: Engine = UNKNOWN
     served: tuple[str, ...] = ()  # the models that it lists
 
     @property
@@ -1698,7 +2084,7 @@ class AnswerBuilder:
         if isinstance(choices, list):
             for choice in choices:
                 self._add_choice(choice, at)
-        for name in STATISTICS_KEYS:
+        for name in known_to(ENGINES).statistics:
             if fields.get(name):
                 self.statistics[name] = fields[name]
 
@@ -1873,16 +2259,16 @@ def _text_of(value: object) -> str:
 
 
 class Sample(NamedTuple):
-    """One sample of a metrics page, `series` as the server wrote it; a tuple, since pages hold thousands."""
+    """One sample of a metrics page; a tuple, since pages hold thousands."""
 
     name: str
     labels: tuple[tuple[str, str], ...]  # sorted by label name
     value: float
     kind: str  # "counter", "gauge", "histogram", "summary" or "unknown"
-    series: str
+    series: str  # name and labels as the server wrote them
 
     @property
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[str, tuple[tuple[str, str], ...]]:
         """What tells a series from others."""
         return self.name, self.labels
 
@@ -1906,219 +2292,271 @@ _PARTS = re.compile(r"_(?:total|bucket|sum|count|created)$")
 
 
 def parse_metrics(text: str) -> list[Sample]:
-    """Samples of a page in Prometheus text format 0.0.4 or OpenMetrics; lines that are neither are skipped.
+    """Samples of a page in Prometheus text format 0.0.4 or OpenMetrics; other lines are skipped.
 
     https://prometheus.io/docs/instrumenting/exposition_formats/
     """
     samples = []
     kinds: dict[str, str] = {}
-    for raw in text.lstrip("\ufeff").split(
-        "\n"
-    ):  # not splitlines: label values may hold other line ends
+    # not splitlines: label values may hold other line ends
+    for raw in text.lstrip("\ufeff").split("\n"):
         line = raw.strip(" \t\r")
         if line[:1] == "#":
             words = line.split(None, 3)
             if len(words) == 4 and words[1] == "TYPE":
                 kinds[words[2]] = words[3].strip()
-        elif match := _SAMPLE.match(line):
-            name, inside, number = match.groups()
-            inside = (inside or "").strip()
-            if inside and _LABEL.sub("", inside):
-                continue  # not all between the braces is labels
-            labels = tuple(sorted((key, _unescaped(text)) for key, text in _LABEL.findall(inside)))
-            with contextlib.suppress(ValueError):
-                kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
-                samples.append(
-                    Sample(name, labels, float(number), kind, line[: match.start(3)].strip())
-                )
+            continue
+        sample = _sample_in(line, kinds)
+        if sample is not None:
+            samples.append(sample)
     return samples
 
 
+def _sample_in(line: str, kinds: Mapping[str, str]) -> Optional[Sample]:
+    """The sample of a line; `kinds` are the types of families that the page has told so far."""
+    match = _SAMPLE.match(line)
+    if match is None:
+        return None
+    name, inside, number = match.groups()
+    inside = (inside or "").strip()
+    if inside and _LABEL.sub("", inside):
+        return None  # not all between the braces is labels
+    try:
+        value = float(number)
+    except ValueError:
+        return None
+    pairs = _LABEL.findall(inside)
+    labels = sorted((key, _unescaped(text)) for key, text in pairs)
+    kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
+    series = line[: match.start(3)].strip()
+    return Sample(name, tuple(labels), value, kind, series)
+
+
 def _unescaped(raw: str) -> str:
-    return re.sub(r"\\[\\\"n]", lambda match: _ESCAPES[match.group()], raw) if "\\" in raw else raw
+    if "\\" not in raw:
+        return raw
+    return re.sub(r"\\[\\\"n]", lambda match: _ESCAPES[match.group()], raw)
+
+
+# Why a metrics page told nothing, where another address may have it.
+IS_JSON, WANTS_MODEL = "is JSON", "wants a model"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a metrics page said of speculation at one moment; no samples and a reason where it said nothing."""
+    """What a metrics page said of speculation at one moment, or why it said nothing."""
 
     samples: Optional[tuple[Sample, ...]]
     unavailable: Optional[str] = None
     process: Optional[str] = None  # changes when the server is restarted
+    reason: str = ""  # IS_JSON, WANTS_MODEL or "": `unavailable` as a value; not kept in files
 
-    def total(self, names: re.Pattern[str]) -> Optional[float]:
-        """Sum over the samples whose name matches, None where there are none."""
-        values = [sample.value for sample in self.samples or () if names.match(sample.name)]
+    def total(self, endings: tuple[str, ...]) -> Optional[float]:
+        """Sum over the samples whose name ends so, None where there are none."""
+        values = [s.value for s in self.samples or () if s.name.endswith(endings)]
         return sum(values) if values else None
+
+    def running(self) -> Optional[float]:
+        """Requests that the server is working on."""
+        return self.total(known_to(ENGINES).running)
+
+    def waiting(self) -> Optional[float]:
+        """Requests that wait for their turn."""
+        return self.total(known_to(ENGINES).waiting)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """How far counters grew between two snapshots (samples with the growth as value), or why that is unknown."""
+    """How far counters grew between two snapshots, or why that is unknown."""
 
-    samples: Optional[tuple[Sample, ...]]
+    samples: Optional[tuple[Sample, ...]]  # with the growth as value
     void: Optional[str] = None
     reset: bool = False
 
 
 def snapshot_of(text: str, headers: http.client.HTTPMessage, model: str) -> Snapshot:
-    """The samples of a page that this program uses; of several models' series only the one that is measured."""
-    if text.lstrip()[:1] in ("[", "{"):
-        return Snapshot(None, "the page is JSON, not Prometheus text")
-    if text.lstrip()[:1] == "<":
+    """The samples of a page that this program uses; of several models only the one measured."""
+    beginning = text.lstrip()[:1]
+    if beginning in ("[", "{"):
+        return Snapshot(None, "the page is JSON, not Prometheus text", reason=IS_JSON)
+    if beginning == "<":
         return Snapshot(None, "the page is HTML, not Prometheus text")
     page = parse_metrics(text)
     if not page:
         return Snapshot(None, "the page holds no Prometheus samples")
-    process = headers.get("Process-Start-Time-Unix")
-    for sample in page:
-        if sample.name == "process_start_time_seconds":
-            process = process or repr(sample.value)
-    wanted = [
-        s
-        for s in page
-        if as_number(s.value) is not None
-        and any(
-            pattern.match(s.name)
-            for pattern in (_SPECULATION, _GENERATED, _RUNNING, _WAITING, _MEMORY)
-        )
-    ]
-    models = {name for s in wanted if (name := s.label("model_name", "model"))}
+    reads = known_to(ENGINES).reads
+    wanted = [s for s in page if as_number(s.value) is not None and reads(s.name)]
+    models = {s.label("model_name", "model") for s in wanted} - {None, ""}
     if len(models) > 1:
         if model not in models:
-            return Snapshot(
-                None,
-                f"the page counts several models ({', '.join(sorted(models))}), none named {model}",
-            )
+            listed = ", ".join(sorted(filter(None, models)))
+            words = f"the page counts several models ({listed}), none named {model}"
+            return Snapshot(None, words)
         wanted = [s for s in wanted if s.label("model_name", "model") in (None, model)]
-    return Snapshot(tuple(wanted), None, process)
+    return Snapshot(tuple(wanted), process=_process_of(page, headers))
+
+
+def _process_of(page: Sequence[Sample], headers: http.client.HTTPMessage) -> Optional[str]:
+    """What tells this process of the server from its next."""
+    # llama.cpp's header is in microseconds since no known moment: good for comparing only
+    told = headers.get("Process-Start-Time-Unix")
+    starts = (repr(s.value) for s in page if s.name == "process_start_time_seconds")
+    return told or next(starts, told)
 
 
 def metrics_snapshot(endpoint: Endpoint) -> Snapshot:
     """The metrics page now; what is not such a page is unavailable, never zero."""
-    if endpoint.metrics_url is None:
+    url = endpoint.metrics_url
+    if url is None:
         return Snapshot(None, "no metrics page is known for this engine")
-    key = endpoint.key if same_server(endpoint.metrics_url, endpoint.api) else ""
-    where = redacted(endpoint.metrics_url, endpoint.key).partition("?")[0]
+    key = ""
+    if same_server(url, endpoint.api):
+        key = endpoint.key
+    where = redacted(url, endpoint.key).partition("?")[0]
     try:
-        text, headers = get_text(endpoint.metrics_url, key, min(endpoint.timeout_s, SIDE_TIMEOUT_S))
+        text, headers = get_text(url, key, min(endpoint.timeout_s, SIDE_TIMEOUT_S))
     except RequestFailed as error:
-        hint = "start llama-server with --metrics, SGLang with --enable-metrics"
-        if error.status in (401, 403):
-            hint = "it wants a key, which goes to the server's own address only"
-        return Snapshot(None, f"{where}: {error} ({hint})")
+        return _refused_page(where, error)
     snapshot = snapshot_of(text, headers, endpoint.model)
-    return (
-        replace(snapshot, unavailable=f"{where}: {snapshot.unavailable}")
-        if snapshot.unavailable
-        else snapshot
-    )
+    if snapshot.unavailable:
+        return replace(snapshot, unavailable=f"{where}: {snapshot.unavailable}")
+    return snapshot
+
+
+def _refused_page(where: str, error: RequestFailed) -> Snapshot:
+    """Why there is no page, with what to do."""
+    hint = "start " + ", ".join(row.metrics_hint for row in ENGINES if row.metrics_hint)
+    if error.status in (401, 403):
+        hint = "it wants a key, which goes to the server's own address only"
+    reason = ""
+    if error.status == 400 and "model" in str(error):  # in the words of the server
+        reason = WANTS_MODEL
+    return Snapshot(None, f"{where}: {error} ({hint})", reason=reason)
 
 
 def is_counter(sample: Sample) -> bool:
-    """Whether the sample only ever grows: counters, and the parts of TGI's histogram; never `_created` or a gauge."""
+    """Whether the sample only ever grows: counters and the parts of some histograms.
+
+    `_created` is a gauge of seconds; means and rates are gauges of the server's lifetime or of its
+    last steps: never to be differenced.
+    """
     if sample.name.endswith("_created"):
         return False
-    if "skipped_tokens" in sample.name or sample.name.startswith("tgi_"):
+    if known_to(ENGINES).histograms.match(sample.name):
         return sample.name.endswith(("_sum", "_count", "_bucket"))
     return sample.kind == "counter" or (sample.kind == "unknown" and sample.name.endswith("_total"))
 
 
+def is_rounded(sample: Sample) -> bool:
+    """Whether the counter has six digits only, so that a small growth is lost in the rounding."""
+    if sample.value < 1e6 or position_of(sample) is not None:
+        return False
+    return any(part in sample.name for part in known_to(ENGINES).six_digits)
+
+
 def counter_growth(before: Snapshot, after: Snapshot) -> Growth:
-    """What the counters grew by; void where a page is missing or the server was restarted in between."""
+    """What the counters grew by; void where a page is missing or the server was restarted."""
     if before.samples is None or after.samples is None:
         return Growth(None, before.unavailable or after.unavailable)
     old = {s.identity: s.value for s in before.samples if is_counter(s)}
     new = [s for s in after.samples if is_counter(s)]
-    born = {s.identity: s.value for s in before.samples if s.name.endswith("_created")}
-    reborn = any(born.get(s.identity, s.value) != s.value for s in after.samples)
-    lost = {key for key, value in old.items() if value > 0} - {s.identity for s in new}
+    left = {s.identity for s in new}
+    lost = any(value > 0 and key not in left for key, value in old.items())
     fell = any(s.value < old.get(s.identity, 0.0) for s in new)
-    if before.process != after.process or reborn or lost or fell:
-        return Growth(
-            None, "counters were reset during the run: the server was restarted", reset=True
-        )
-    return Growth(
-        tuple(
-            s._replace(
-                value=s.value - old.get(s.identity, 0.0),
-                kind="rounded" if is_rounded(s) else s.kind,
-            )
-            for s in new
-        )
-    )
+    if lost or fell or _is_other_process(before, after):
+        words = "counters were reset during the run: the server was restarted"
+        return Growth(None, words, reset=True)
+    return Growth(tuple(_grown(s, old.get(s.identity, 0.0)) for s in new))
 
 
-def is_rounded(sample: Sample) -> bool:
-    """Whether llama.cpp wrote the counter with its six digits, so that a small growth is lost in the rounding."""
-    return "llamacpp" in sample.name and sample.value >= 1e6 and position_of(sample) is None
+def _is_other_process(before: Snapshot, after: Snapshot) -> bool:
+    """Whether the server tells of another start, or a counter of another birth."""
+    if before.process != after.process:
+        return True
+    born = {s.identity: s.value for s in before.samples or () if s.name.endswith("_created")}
+    return any(born.get(s.identity, s.value) != s.value for s in after.samples or ())
+
+
+def _grown(sample: Sample, before: float) -> Sample:
+    kind = sample.kind
+    if is_rounded(sample):
+        kind = "rounded"
+    return sample._replace(value=sample.value - before, kind=kind)
 
 
 def block_growth(before: Snapshot, after: Snapshot, received: Optional[int]) -> Growth:
-    """The growth around a block; void also where fewer tokens were counted than this program received meanwhile."""
+    """The growth around a block; void also where fewer tokens were counted than received."""
     growth = counter_growth(before, after)
     generated = generated_tokens(growth)
     if generated is None or received is None or generated >= received * (1 - FOREIGN_SHARE):
         return growth
-    words = f"counters were reset: they show {generated:.0f} tokens where {received} were received, so the server was "
-    return Growth(None, words + "restarted, or this is another process's page", reset=True)
+    words = (
+        f"counters were reset: they show {generated:.0f} tokens where {received} were received, so "
+        "the server was restarted, or this is another process's page"
+    )
+    return Growth(None, words, reset=True)
 
 
 def added_growth(parts: Sequence[Growth]) -> Growth:
     """Growth over several stretches; void if any of them is."""
-    total: dict[Any, Sample] = {}
+    if not parts:
+        return Growth(None, "no metrics were read")
+    total: dict[object, Sample] = {}
     for part in parts:
         if part.samples is None:
             return part
         for s in part.samples:
-            seen = total.get(s.identity)
-            total[s.identity] = s._replace(value=s.value + (seen.value if seen else 0.0))
-    return Growth(tuple(total.values())) if parts else Growth(None, "no metrics were read")
+            before = total.get(s.identity, s._replace(value=0.0))
+            total[s.identity] = s._replace(value=before.value + s.value)
+    return Growth(tuple(total.values()))
 
 
 def position_of(sample: Sample) -> Optional[int]:
     """The draft position that a per-position series counts, 0-based."""
     text = sample.label("position", "token_position")
-    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,4}", text) else None
+    if text is None or not re.fullmatch(r"[0-9]{1,4}", text):
+        return None
+    return int(text)
 
 
 def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: Optional[int]) -> Snapshot:
-    """The page once two reads agree and the tokens generated have reached those received; 3 s at most."""
+    """The page once two reads agree and all tokens received are counted; after 3 s as it is."""
     after = metrics_snapshot(endpoint)
     give_up = time.monotonic() + SETTLE_LIMIT_S
     while after.samples is not None and time.monotonic() < give_up:
         time.sleep(SETTLE_PAUSE_S)
         previous, after = after, metrics_snapshot(endpoint)
         growth = counter_growth(before, after)
+        if growth.samples is None:
+            break
         generated = generated_tokens(growth)
         counted = received is None or generated is None or generated >= received
-        if growth.samples is None or (
-            counted and counter_growth(before, previous).samples == growth.samples
-        ):
+        if counted and counter_growth(before, previous).samples == growth.samples:
             break
     return after
 
 
 def generated_tokens(growth: Growth) -> Optional[float]:
     """Tokens that the server says it generated meanwhile, None where its page does not tell."""
-    found = [s for s in growth.samples or () if _GENERATED.match(s.name)]
-    return (
-        sum(s.value for s in found) if found and all(s.kind != "rounded" for s in found) else None
-    )
+    names = known_to(ENGINES).generated
+    found = [s for s in growth.samples or () if s.name in names]
+    if not found or any(s.kind == "rounded" for s in found):
+        return None
+    return sum(s.value for s in found)
 
 
-def _by_series(samples: Iterable[Sample]) -> JSON:
-    """The values of the speculation series among them, under the server's own names, positions in numeric order."""
-
-    def place(sample: Sample) -> tuple[str, int, str]:
-        position = position_of(sample)
-        return sample.name, -1 if position is None else position, sample.series
-
-    kept = sorted((s for s in samples if _SPECULATION.match(s.name)), key=place)
+def _by_series(samples: Iterable[Sample]) -> dict[str, float]:
+    """The values of the speculation series under the server's own names, positions by number."""
+    kept = sorted((s for s in samples if _SPECULATION.match(s.name)), key=_place)
     return {s.series: int(s.value) if s.value == int(s.value) else s.value for s in kept}
 
 
-def spec_delta(growth: Growth) -> Optional[JSON]:
+def _place(sample: Sample) -> tuple[str, int, str]:
+    position = position_of(sample)
+    return sample.name, -1 if position is None else position, sample.series
+
+
+def spec_delta(growth: Growth) -> Optional[dict[str, float]]:
     """Growth of every speculation counter."""
     return None if growth.samples is None else _by_series(growth.samples)
 
@@ -2130,7 +2568,8 @@ def spec_delta(growth: Growth) -> Optional[JSON]:
 class Acceptance:
     """What became of the drafted tokens, as counted by the server; None for what it does not tell.
 
-    `per_position` counts how often the draft at position 1, 2, ... was accepted (not conditional on the one before).
+    `per_position` counts how often the draft at position 1, 2, ... was accepted (not conditional on
+    the one before).
     """
 
     source: str
@@ -2143,262 +2582,180 @@ class Acceptance:
     answers: int = 0
 
 
-def from_timings(statistics: JSON) -> Optional[Acceptance]:
-    """llama.cpp, ik_llama.cpp, mlx-vlm (which also tells its rounds) and servers that copied their `timings`."""
-    timings = as_dict(statistics.get("timings"))
-    drafted, accepted = as_count(timings.get("draft_n")), as_count(timings.get("draft_n_accepted"))
-    if drafted is None or accepted is None:
+def acceptance_in(fields: AnswerFields, statistics: Mapping[str, object]) -> Optional[Acceptance]:
+    """What the statistics of an answer tell in these fields."""
+    block: Mapping[str, object] = statistics
+    for name in fields.path:
+        block = as_dict(block.get(name))
+    if not block:
         return None
-    return Acceptance("timings", as_count(timings.get("draft_rounds")), drafted, accepted)
+
+    def count(name: str) -> Optional[int]:
+        return as_count(block.get(name)) if name else None
+
+    accepted = count(fields.accepted)
+    drafted = count(fields.drafted)
+    if fields.rejected:
+        drafted = sum_known((accepted, count(fields.rejected)))
+    found = Acceptance(
+        source=fields.source,
+        steps=count(fields.steps),
+        drafted=drafted,
+        accepted=accepted,
+        rejections=count(fields.rejections),
+    )
+    if fields.histogram:
+        found = replace(found, per_position=positions_in(block.get(fields.histogram)))
+    return found if _is_told(fields, found) else None
 
 
-def from_histogram_block(statistics: JSON) -> Optional[Acceptance]:
-    """vLLM, SGLang, TensorRT-LLM: h[j] steps had exactly j drafts accepted, so position i has the sum over j > i."""
-    for path, *names, histogram in HISTOGRAM_BLOCKS:
-        block = functools.reduce(lambda outer, name: as_dict(outer.get(name)), path, statistics)
-        steps, drafted, accepted = (as_count(block.get(name)) for name in names)
-        if steps is not None or accepted is not None:
-            raw = block.get(histogram)
-            counts = (
-                [as_count(n) or 0 for n in raw]
-                if isinstance(raw, list) and len(raw) <= LONGEST_CHAIN
-                else []
-            )
-            positions = tuple(sum(counts[i:]) for i in range(1, len(counts))) if counts else None
-            return Acceptance("response", steps, drafted, accepted, positions)
-    return None
+def _is_told(fields: AnswerFields, found: Acceptance) -> bool:
+    """Whether enough of the fields is there, and has been filled in."""
+    if fields.histogram:
+        return found.steps is not None or found.accepted is not None
+    if found.accepted is None or (found.drafted is None and found.rejections is None):
+        return False
+    return fields.zeros_tell or bool(found.accepted or found.drafted or found.rejections)
 
 
-def _from_rejected(block: JSON, accepted_name: str, rejected_name: str) -> Optional[Acceptance]:
-    accepted, rejected = as_count(block.get(accepted_name)), as_count(block.get(rejected_name))
-    if accepted is None or rejected is None:
+def positions_in(histogram: object) -> Optional[tuple[int, ...]]:
+    """h[j] steps had exactly j drafts accepted, so position i (1-based) has the sum over j >= i."""
+    if not isinstance(histogram, list) or not 0 < len(histogram) <= LONGEST_CHAIN:
         return None
-    return Acceptance("response", None, accepted + rejected, accepted)
+    counts = [as_count(n) or 0 for n in histogram]
+    return tuple(sum(counts[i:]) for i in range(1, len(counts)))
 
 
-def from_lm_studio(statistics: JSON) -> Optional[Acceptance]:
-    """LM Studio's `stats`; drafts it ignored were never verified and do not count as drafted."""
-    return _from_rejected(
-        as_dict(statistics.get("stats")),
-        "accepted_draft_tokens_count",
-        "rejected_draft_tokens_count",
-    )
+def counted_by(samples: Sequence[Sample], name: str) -> Optional[int]:
+    """Sum over the series of a counter; None where there are none, or one is rounded.
 
-
-def from_usage_details(statistics: JSON) -> Optional[Acceptance]:
-    """tabbyAPI and gateways; many servers that never draft send both fields as 0, which tells nothing."""
-    found = _from_rejected(
-        as_dict(statistics.get("usage_details")),
-        "accepted_prediction_tokens",
-        "rejected_prediction_tokens",
-    )
-    return found if found and found.drafted else None
-
-
-def from_koboldcpp(statistics: JSON) -> Optional[Acceptance]:
-    """KoboldCpp's page on its last generation: one failure is one round that ended in a rejection, not one token."""
-    perf = as_dict(statistics.get("perf"))
-    accepted, failures = (
-        as_count(perf.get("last_draft_success")),
-        as_count(perf.get("last_draft_failed")),
-    )
-    if accepted is None or failures is None or accepted + failures == 0:
-        return None
-    return Acceptance("response", None, None, accepted, None, failures)
-
-
-ANSWER_SOURCES = (
-    from_timings,
-    from_histogram_block,
-    from_lm_studio,
-    from_usage_details,
-    from_koboldcpp,
-)
-
-
-def _counted(samples: Sequence[Sample], name: str) -> Optional[int]:
-    """Sum over the series of a counter, named with or without `_total`; None if there are none, or one is rounded."""
+    Its name may stand with `_total` or without.
+    """
     found = [s for s in samples if s.name in (name, name + "_total") and position_of(s) is None]
-    return (
-        round(sum(s.value for s in found))
-        if found and all(s.kind != "rounded" for s in found)
-        else None
-    )
+    if not found or any(s.kind == "rounded" for s in found):
+        return None
+    return round(sum(s.value for s in found))
 
 
-def _positions(samples: Sequence[Sample], name: str) -> Optional[tuple[int, ...]]:
+def counted_by_position(samples: Sequence[Sample], name: str) -> Optional[tuple[int, ...]]:
     """Counts by draft position, positions in numeric order."""
     counts: dict[int, float] = {}
     for s in samples:
         position = position_of(s)
         if s.name in (name, name + "_total") and position is not None and position < LONGEST_CHAIN:
             counts[position] = counts.get(position, 0.0) + s.value
-    return tuple(round(counts.get(i, 0.0)) for i in range(max(counts) + 1)) if counts else None
-
-
-def from_draft_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
-    """llama.cpp, vLLM, LMDeploy, and gateways that rename them: drafts, drafted, accepted and accepted per position."""
-    for prefix in ("llamacpp:", "vllm:", "lmdeploy:", "lemonade_llamacpp_"):
-        stem = prefix + "spec_decode_num_"
-        if any(s.name.startswith(stem) for s in samples):
-            steps, positions = (
-                _counted(samples, stem + "drafts"),
-                _positions(samples, stem + "accepted_tokens_per_pos"),
-            )
-            accepted = _counted(samples, stem + "accepted_tokens")
-            if positions and "llama" in prefix:
-                accepted = sum(positions)  # its scalars carry six digits only
-            return Acceptance(
-                "metrics", steps, _counted(samples, stem + "draft_tokens"), accepted, positions
-            )
-    return None
-
-
-def from_old_vllm_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
-    """vLLM before its rewrite: emitted = accepted + one token of the target's own per step."""
-    emitted = _counted(samples, "vllm:spec_decode_num_emitted_tokens")
-    accepted = _counted(samples, "vllm:spec_decode_num_accepted_tokens")
-    if emitted is None or accepted is None:
+    if not counts:
         return None
-    return Acceptance(
-        "metrics",
-        emitted - accepted,
-        _counted(samples, "vllm:spec_decode_num_draft_tokens"),
-        accepted,
+    return tuple(round(counts.get(i, 0.0)) for i in range(max(counts) + 1))
+
+
+def acceptance_of_names(
+    names: DraftCounters, samples: Sequence[Sample], answers: int
+) -> Optional[Acceptance]:
+    """What counters of these names tell of the drafts of `answers` answers; None without them."""
+    if names.derive:
+        return names.derive(names, samples, answers)
+    if not any(s.name.startswith(names.stem) for s in samples):
+        return None
+    # what an engine lacks is called "" there, and no series has the stem alone as its name
+    steps = counted_by(samples, names.stem + names.steps)
+    drafted = counted_by(samples, names.stem + names.drafted)
+    accepted = counted_by(samples, names.stem + names.accepted)
+    positions = counted_by_position(samples, names.stem + names.positions)
+    emitted = counted_by(samples, names.stem + names.emitted)
+    if emitted is not None and accepted is not None:
+        steps = emitted - accepted
+    if positions and names.sums_positions:
+        accepted = sum(positions)
+    drafted_by_position = counted_by_position(samples, names.stem + names.drafted_positions)
+    if drafted_by_position is not None:
+        drafted = sum(drafted_by_position)
+    found = Acceptance(
+        source="metrics",
+        steps=steps,
+        drafted=drafted,
+        accepted=accepted,
+        per_position=positions,
     )
+    is_whole = all(getattr(found, name) is not None for name in names.needs)
+    return found if is_whole else None
 
 
-def from_old_llama_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
-    """llama.cpp forks and unmerged builds under two older spellings."""
-    for drafted, accepted in (
-        ("draft_tokens", "draft_tokens_accepted"),
-        ("spec_tokens_drafted", "spec_tokens_accepted"),
-    ):
-        if (count := _counted(samples, "llamacpp:" + drafted)) is not None:
-            return Acceptance(
-                "metrics",
-                _counted(samples, "llamacpp:draft_verify_steps"),
-                count,
-                _counted(samples, "llamacpp:" + accepted),
-            )
+def acceptance_of_answer(statistics: Mapping[str, object]) -> Optional[Acceptance]:
+    """What one answer tells of its drafts, by the first row whose fields it has."""
+    for row in ENGINES:
+        for fields in row.answers:
+            found = acceptance_in(fields, statistics)
+            if found is not None:
+                return found
     return None
-
-
-def from_sglang_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
-    """SGLang counts verification steps only: every step gives its accepted drafts and one token more."""
-    steps = _counted(samples, "sglang:spec_verify_calls")
-    if steps is None:
-        return None
-    generated = _counted(samples, "sglang:generation_tokens")
-    accepted = generated - answers - steps if generated is not None and answers and steps else None
-    return Acceptance("metrics", steps, None, max(accepted, 0) if accepted is not None else None)
-
-
-def from_tensorrt_counters(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
-    """TensorRT-LLM: two families count the same tokens at different moments, so one of them is used, never both."""
-    stem = "trtllm_spec_decode_"
-    positions = _positions(samples, stem + "accepted_tokens")
-    drafted = _counted(samples, stem + "num_draft_tokens")
-    if drafted is not None:
-        return Acceptance(
-            "metrics", None, drafted, _counted(samples, stem + "num_accepted_tokens"), positions
-        )
-    by_position = _positions(samples, stem + "drafted_tokens")
-    if by_position is None or positions is None:
-        return None
-    return Acceptance("metrics", None, sum(by_position), sum(positions), positions)
-
-
-def from_tgi_histogram(samples: Sequence[Sample], answers: int) -> Optional[Acceptance]:
-    """TGI records accepted tokens once per generation step, the prefill of each answer included."""
-    stem = "tgi_request_skipped_tokens_"
-    count, total = _counted(samples, stem + "count"), _counted(samples, stem + "sum")
-    if count is None or total is None:
-        return None
-    below = {s.label("le"): s.value for s in samples if s.name == stem + "bucket"}
-    positions: list[int] = []
-    while str(len(positions)) in below or f"{len(positions)}.0" in below:
-        i = len(positions)
-        positions.append(round(count - below.get(str(i), below.get(f"{i}.0", 0.0))))
-    if positions and positions[-1] == 0:
-        positions.pop()  # le="k" holds every step of a chain of k
-    if total == 0 and not positions:
-        return Acceptance(
-            "metrics", 0, 0, 0
-        )  # every page has the histogram; without speculation only its zero bucket
-    return Acceptance("metrics", count - answers, None, total, tuple(positions) or None)
-
-
-COUNTER_SOURCES = (
-    from_old_vllm_counters,
-    from_draft_counters,
-    from_old_llama_counters,
-    from_sglang_counters,
-    from_tensorrt_counters,
-    from_tgi_histogram,
-)
-
-
-def acceptance_of_answer(statistics: JSON) -> Optional[Acceptance]:
-    """What one answer tells of its drafts; engines are told apart by the shape of what they send."""
-    return next((found for source in ANSWER_SOURCES if (found := source(statistics))), None)
 
 
 def acceptance_of_counters(growth: Growth, answers: int) -> Optional[Acceptance]:
-    """What a server's counters tell of the drafts of `answers` answers."""
+    """What counters tell of the drafts of `answers` answers, by the first row that they fit."""
     samples = growth.samples or ()
-    found = next((found for source in COUNTER_SOURCES if (found := source(samples, answers))), None)
-    if found is None and any(_SPECULATION_CONFIGURES.match(s.name) for s in samples):
-        return None if spec_delta(growth) else Acceptance("metrics", 0, 0, 0)
-    return found
+    for row in ENGINES:
+        for names in row.counters:
+            found = acceptance_of_names(names, samples, answers)
+            if found is not None:
+                return found
+    told = known_to(ENGINES).generated_if_configured
+    if spec_delta(growth) or not any(s.name in told for s in samples):
+        return None
+    return Acceptance("metrics", 0, 0, 0)
 
 
 def added_acceptance(parts: Sequence[Acceptance]) -> Optional[Acceptance]:
     """The sum; a figure that one part lacks is unknown in the sum."""
     if not parts:
         return None
-    source = "+".join(dict.fromkeys(part.source for part in parts))
     columns = [part.per_position for part in parts if part.per_position is not None]
-    positions = (
-        tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0)))
-        if len(columns) == len(parts)
-        else None
-    )
+    positions = None
+    if len(columns) == len(parts):
+        positions = tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0)))
+
+    def total(name: str) -> Optional[int]:
+        return sum_known(getattr(part, name) for part in parts)
+
+    source = "+".join(dict.fromkeys(part.source for part in parts))
     return Acceptance(
-        source,
-        sum_known(part.steps for part in parts),
-        sum_known(part.drafted for part in parts),
-        sum_known(part.accepted for part in parts),
-        positions,
-        sum_known(part.rejections for part in parts),
+        source=source,
+        steps=total("steps"),
+        drafted=total("drafted"),
+        accepted=total("accepted"),
+        per_position=positions,
+        rejections=total("rejections"),
     )
 
 
 def joined_acceptance(
     answers: Optional[Acceptance], counters: Optional[Acceptance]
 ) -> tuple[Optional[Acceptance], Optional[str]]:
-    """(the best of both, disagreement): answers are immune to other clients; counters fill in what answers lack."""
+    """(the best of both, disagreement).
+
+    Answers are immune to other clients; counters fill in what answers lack.
+    """
     if answers is None or counters is None:
         return answers or counters, None
     for name in ("drafted", "accepted", "steps"):
-        mine, theirs = getattr(answers, name), getattr(counters, name)
-        if (
-            mine is not None
-            and theirs is not None
-            and abs(mine - theirs) > FOREIGN_SHARE * max(mine, theirs, 100)
-        ):
-            return answers, f"the answers tell {mine} {name}, the counters {theirs}"
-    missing = {
-        name: getattr(counters, name)
-        for name in ("steps", "drafted", "per_position")
-        if getattr(answers, name) is None and getattr(counters, name) is not None
-    }
-    source = f"{answers.source}+{counters.source}" if missing else answers.source
-    return replace(answers, source=source, **missing), None
+        told = getattr(answers, name)
+        counted = getattr(counters, name)
+        if told is None or counted is None:
+            continue
+        if abs(told - counted) > FOREIGN_SHARE * max(told, counted, 100):
+            return answers, f"the answers tell {told} {name}, the counters {counted}"
+    missing = {}
+    for name in ("steps", "drafted", "per_position"):
+        counted = getattr(counters, name)
+        if getattr(answers, name) is None and counted is not None:
+            missing[name] = counted
+    if not missing:
+        return answers, None
+    return replace(answers, source=f"{answers.source}+{counters.source}", **missing), None
 
 
 def target_steps(acceptance: Acceptance) -> Optional[int]:
-    """Steps of the target after each answer's first token: N - R - A, steps without a draft included."""
+    """Steps of the target after each answer's first token, with a draft or without: N - R - A."""
     if acceptance.tokens is None or acceptance.accepted is None:
         return None
     steps = acceptance.tokens - acceptance.answers - acceptance.accepted
@@ -2408,82 +2765,107 @@ def target_steps(acceptance: Acceptance) -> Optional[int]:
 def full_drafts(acceptance: Acceptance, steps: Optional[int]) -> Optional[int]:
     """The chain length k if every draft had it, but for those that the end of an answer cut short.
 
-    Engines draft no more than is left of an answer: that touches about k / (tokens per step) drafts of each answer,
-    by k / 2 on average.
+    Engines draft no more than is left of an answer: that touches about k / (tokens per step) drafts
+    of each answer, by k / 2 on average.
     """
-    if not steps or not acceptance.drafted:
+    drafted = acceptance.drafted
+    if not steps or not drafted:
         return None
     reached = [i for i, count in enumerate(acceptance.per_position or (), 1) if count]
-    k = max(math.ceil(acceptance.drafted / steps), reached[-1] if reached else 0)
-    cut = k * acceptance.answers * max(1.0, k / (2 * (1 + (acceptance.accepted or 0) / steps)))
-    return k if k * steps - acceptance.drafted <= cut and k <= LONGEST_CHAIN else None
+    k = max([math.ceil(drafted / steps), *reached])
+    tokens_per_step = 1 + (acceptance.accepted or 0) / steps
+    cut = k * acceptance.answers * max(1.0, k / (2 * tokens_per_step))
+    if k > LONGEST_CHAIN or k * steps - drafted > cut:
+        return None
+    return k
 
 
 def steps_with_draft(acceptance: Acceptance) -> Optional[int]:
     """Verification steps as counted, else as many as the target's steps if all had a draft.
 
-    Those are one too few for each answer whose end token was itself an accepted draft: tried where nothing else fits.
+    Those are one too few for each answer whose end token was itself an accepted draft: tried where
+    nothing else fits.
     """
+    if acceptance.steps is not None:
+        return acceptance.steps
     targets = target_steps(acceptance)
-    if acceptance.steps is not None or targets is None or not acceptance.drafted:
-        return acceptance.steps if acceptance.steps is not None else targets
-    if full_drafts(acceptance, targets) is not None:
+    drafted = acceptance.drafted
+    if targets is None or not drafted or full_drafts(acceptance, targets) is not None:
         return targets
-    k = math.ceil(acceptance.drafted / (targets + acceptance.answers))
-    return max(targets, math.ceil(acceptance.drafted / k)) if k > 1 else targets
+    k = math.ceil(drafted / (targets + acceptance.answers))
+    if k <= 1:
+        return targets
+    return max(targets, math.ceil(drafted / k))
 
 
 def fixed_chain(acceptance: Acceptance) -> Optional[int]:
     """The chain length k if every draft had it and nearly every step of the target a draft."""
-    targets, steps = target_steps(acceptance), steps_with_draft(acceptance)
-    steps_have_drafts = targets is None or steps is None or targets - steps <= acceptance.answers
-    return full_drafts(acceptance, steps) if steps_have_drafts else None
+    targets = target_steps(acceptance)
+    steps = steps_with_draft(acceptance)
+    if targets is not None and steps is not None and targets - steps > acceptance.answers:
+        return None
+    return full_drafts(acceptance, steps)
 
 
 def survival(acceptance: Acceptance) -> Optional[float]:
-    """alpha, the probability that a *tested* draft is accepted; accepted/drafted is not that, and lower.
+    """alpha, the probability that a *tested* draft is accepted; accepted/drafted is not that, and
+    lower.
 
     Everything behind the first rejection of a step was drafted and never tested.
     """
-    accepted, steps, positions = acceptance.accepted, acceptance.steps, acceptance.per_position
+    accepted = acceptance.accepted
     if accepted is None:
         return None
     if accepted == 0 and acceptance.drafted:
         return 0.0
     if acceptance.rejections is not None:
         return ratio_of(accepted, accepted + acceptance.rejections)
-    if steps and positions and acceptance.drafted != 0:
-        k = len(positions) if acceptance.drafted is None else full_drafts(acceptance, steps)
-        if k is None:  # a short draft may end without a rejection
-            return None
-        return ratio_of(
-            accepted, accepted + steps - (positions[k - 1] if k <= len(positions) else 0)
-        )
-    chain, steps = fixed_chain(acceptance), steps_with_draft(acceptance)
-    return alpha_for_accepted(accepted / steps, chain) if chain is not None and steps else None
+    if acceptance.steps and acceptance.per_position and acceptance.drafted != 0:
+        return _survival_by_position(accepted, acceptance.steps, acceptance)
+    chain = fixed_chain(acceptance)
+    steps = steps_with_draft(acceptance)
+    if chain is None or not steps:
+        return None
+    return alpha_for_accepted(accepted / steps, chain)
+
+
+def _survival_by_position(accepted: int, steps: int, acceptance: Acceptance) -> Optional[float]:
+    """alpha where every step ended in a rejection but those that accepted the whole chain."""
+    positions = acceptance.per_position or ()
+    k: Optional[int] = len(positions)
+    if acceptance.drafted is not None:
+        k = full_drafts(acceptance, steps)
+    if k is None:  # a short draft may end without a rejection
+        return None
+    whole = sum(positions[k - 1 : k])
+    return ratio_of(accepted, accepted + steps - whole)
 
 
 def acceptance_record(acceptance: Optional[Acceptance]) -> Optional[AcceptanceRecord]:
     """The figures of the record: rates 0 to 1, lengths in tokens, None for what is unknown."""
     if acceptance is None:
         return None
-    steps, accepted = acceptance.steps, acceptance.accepted
-    positions, tokens, per_step = (
-        acceptance.per_position,
-        acceptance.tokens,
-        ratio_of(accepted, steps),
-    )
+    steps = acceptance.steps
+    accepted = acceptance.accepted
+    per_step = ratio_of(accepted, steps)
+    rate = ratio_of(accepted, acceptance.drafted)
+    mean_length = per_target_step = per_position = None
+    if acceptance.per_position and steps:
+        per_position = [count / steps for count in acceptance.per_position]
+    if per_step is not None:
+        mean_length = 1 + per_step
+    if acceptance.tokens is not None:
+        decoded = acceptance.tokens - acceptance.answers
+        per_target_step = ratio_of(decoded, target_steps(acceptance))
     return {
         "source": acceptance.source,
         "steps": steps,
         "drafted": acceptance.drafted,
         "accepted": accepted,
-        "per_position": [count / steps for count in positions] if positions and steps else None,
-        "rate": ratio_of(accepted, acceptance.drafted),
-        "mean_length": None if per_step is None else 1 + per_step,
-        "tokens_per_target_step": None
-        if tokens is None
-        else ratio_of(tokens - acceptance.answers, target_steps(acceptance)),
+        "per_position": per_position,
+        "rate": rate,
+        "mean_length": mean_length,
+        "tokens_per_target_step": per_target_step,
         "alpha": survival(acceptance),
     }
 
@@ -2497,36 +2879,40 @@ def set_key(variable: str) -> str:
 
 
 def check_secrets(words: Sequence[str]) -> None:
-    """UsageError if the key stands in the command line too: it would come into messages and the notebook."""
-    named = [
-        word.partition("=")[2] or after
-        for word, after in zip(words, [*words[1:], ""])
-        if word.partition("=")[0] == "--api-key-env"
-    ]
-    for variable in ["SPEC_API_KEY", *named]:
+    """UsageError if the key stands in the command line, and so in messages and the notebook."""
+    variables = ["SPEC_API_KEY"]
+    for word, after in zip(words, [*words[1:], ""]):
+        flag, _, value = word.partition("=")
+        if flag == "--api-key-env":
+            variables.append(value or after)
+    for variable in variables:
         key = set_key(variable)
         if len(key) >= SECRET_LENGTH and any(key in word for word in words):
             raise UsageError(
-                f"the key in {variable} stands in the command line too, where every program can read it; "
-                "leave it out there"
+                f"the key in {variable} stands in the command line too, where every program can "
+                "read it; leave it out there"
             )
 
 
 def api_key(variable: str) -> str:
-    """The key from the environment, "" where there is none.  UsageError, without showing it, if it cannot be sent."""
+    """The key from the environment, "" where there is none.
+
+    UsageError, without showing it, if it cannot be sent.
+    """
     key = set_key(variable)
     if not re.fullmatch(r"[\x21-\x7e]*", key):
         raise UsageError(f"the key in {variable} holds a character that no HTTP header can carry")
     return key
 
 
-def key_words(key: str, variable: str) -> str:
+def key_words(endpoint: Endpoint) -> str:
     """What became of the key, for a server that wants one."""
-    return f"it wants a key: {variable} {'was sent' if key else 'is not set'} (another variable: --api-key-env)"
+    fate = "was sent" if endpoint.key else "is not set"
+    return f"it wants a key: {endpoint.key_variable} {fate} (another variable: --api-key-env)"
 
 
 def refusal(endpoint: Endpoint, error: RequestFailed) -> Optional[str]:
-    """What to do where the server refuses the request itself, so that asking again cannot help; else None."""
+    """What to do where the server refuses the request itself; None where asking again may help."""
     if error.status not in (400, 401, 403, 404, 405, 413, 415, 422):
         return None
     way_out = "a null removes a field from the request, as in --extra-body '{\"seed\": null}'"
@@ -2535,7 +2921,7 @@ def refusal(endpoint: Endpoint, error: RequestFailed) -> Optional[str]:
     elif error.status == 404:
         way_out = "check --model and the base URL"
     elif error.status in (401, 403):
-        way_out = key_words(endpoint.key, endpoint.key_variable)
+        way_out = key_words(endpoint)
     return f"{endpoint.name} refuses the request: {error}; {way_out}"
 
 
@@ -2544,209 +2930,286 @@ class Server:
     """A server that answered the preflight: how to talk to it, and what it tells of itself."""
 
     endpoint: Endpoint
-    engine: str
     version: str
-    about: JSON
-    findings: list[JSON]
+    about: About
+    findings: list[Finding]
     snapshot: Snapshot
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The models that a server lists, as it sent them, and its Server header."""
+
+    entries: tuple[JSON, ...] = ()
+    banner: str = ""
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """The names of the models."""
+        return tuple(str(entry["id"]) for entry in self.entries if entry.get("id"))
+
+    def entry_of(self, model: str) -> JSON:
+        """The entry of a model, or the only one, whatever it is called; {} where there is none."""
+        for entry in self.entries:
+            if entry.get("id") == model:
+                return entry
+        return self.entries[0] if len(self.entries) == 1 else {}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a server is: its engine, the version, and the page that told it ({} where none did)."""
+
+    engine: Engine
+    version: str = "unknown"
+    page: JSON = field(default_factory=dict)
 
 
 def preflight(arm: ArmSettings, settings: Settings, say: Say) -> Server:
     """Check one server before the first request.  UsageError if it cannot be measured."""
-    option = "--baseline-url" if arm.name == "baseline" else "--speculative-url"
+    endpoint = unasked_endpoint(arm, settings)
+    listing = reached(endpoint, say)
+    model = chosen_model(arm, listing, endpoint.name)
+    endpoint = replace(endpoint, model=model, served=listing.served)
+    if listing.served and model not in listing.served:
+        listed = ", ".join(listing.served)
+        say(f"{endpoint.name} does not list the model {model}; it lists: {listed}")
+    identity = identify(endpoint, listing)
+    about = about_of(endpoint, identity, listing.entry_of(model))
+    request = {**endpoint.request, **identity.engine.asks, **settings.body, **arm.body}
+    endpoint = replace(endpoint, engine=identity.engine, request=request)
+    endpoint, snapshot = find_metrics(endpoint)
+    if endpoint.engine is UNKNOWN:
+        endpoint = replace(endpoint, engine=_engine_of_page(snapshot))
+    return Server(
+        endpoint=endpoint,
+        version=identity.version,
+        about={**about, **memory_of(snapshot)},
+        findings=findings_at_start(endpoint, snapshot, say),
+        snapshot=snapshot,
+    )
+
+
+def unasked_endpoint(arm: ArmSettings, settings: Settings) -> Endpoint:
+    """The server as the command line tells of it.
+
+    UsageError for an address or a key that cannot be used.
+    """
+    option = "--speculative-url"
+    if arm.name == "baseline":
+        option = "--baseline-url"
     api, root = base_urls(arm.url, option)
-    key, who, side_s = (
-        api_key(settings.key_variable),
-        Endpoint(arm.name, api, root).name,
-        min(settings.timeout_s, SIDE_TIMEOUT_S),
-    )
-    listed, headers = None, http.client.HTTPMessage()
-    try:
-        (page, headers), _ = patiently(lambda: get_json(api + "/models", key, side_s), say, who)
-        listed = as_dict(page).get("data")
-    except RequestFailed as error:
-        if error.status in (401, 403):
-            raise UsageError(f"{who}: {error}; {key_words(key, settings.key_variable)}") from None
-        if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
-            raise UsageError(f"{who}: {error}") from None
-    except ValueError:  # no list of models: the first request will tell
-        pass
-    entries = [as_dict(entry) for entry in listed] if isinstance(listed, list) else []
-    served = tuple(str(entry["id"]) for entry in entries if entry.get("id"))
-    if not arm.model and len(served) != 1:
-        some = f": {', '.join(served)}" if served else ""
-        raise UsageError(f"{who} lists {len(served)} models; name one with --model{some}")
-    model = arm.model or served[0]
-    entry = next(
-        (e for e in entries if e.get("id") == model), entries[0] if len(entries) == 1 else {}
-    )
-    if served and model not in served:
-        say(f"{who} does not list the model {model}; it lists: {', '.join(served)}")
-    engine, version, about = identify(root, key, side_s, entry, headers.get("Server") or "")
+    variable = settings.key_variable
     request = {
         "max_tokens": settings.max_tokens,
         "temperature": 0.0,
         "top_p": 1.0,
         "seed": settings.seed,
-        **ENGINE_EXTRAS.get(engine, {}),
-        **settings.body,
-        **arm.body,
     }
-    endpoint, snapshot = find_metrics(
-        Endpoint(
-            arm.name,
-            api,
-            root,
-            model,
-            key,
-            settings.key_variable,
-            request,
-            settings.stream,
-            settings.timeout_s,
-            arm.metrics_url,
-            engine,
-            served,
-        )
+    return Endpoint(
+        arm=arm.name,
+        api=api,
+        root=root,
+        key=api_key(variable),
+        key_variable=variable,
+        request=request,
+        stream=settings.stream,
+        timeout_s=settings.timeout_s,
+        metrics_url=arm.metrics_url,
     )
-    if engine == "unknown":
-        names = [sample.name for sample in snapshot.samples or ()]
-        engine = next(
-            (name for prefix, name in SERIES.items() if any(n.startswith(prefix) for n in names)),
-            engine,
-        )
-    findings = (
-        [finding("metrics-unavailable", snapshot.unavailable)] if snapshot.unavailable else []
-    )
-    if (busy := (snapshot.total(_RUNNING) or 0) + (snapshot.total(_WAITING) or 0)) > 0:
-        words = f"{busy:.0f} requests of somebody else's"
-        findings.append(
-            finding(
-                "busy", f"the server had {words} running or waiting at the start", requests=busy
-            )
-        )
-        say(f"{who} is busy: {words} are running or waiting; figures will be disturbed")
-    return Server(endpoint, engine, version, {**about, **memory_of(snapshot)}, findings, snapshot)
+
+
+def reached(endpoint: Endpoint, say: Say) -> Listing:
+    """The models that the server lists; no entries where it has no such list.
+
+    UsageError where it is out of reach, wants another key or stays busy.
+    """
+    url = endpoint.api + "/models"
+    side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
+    ask = functools.partial(get_json, url, endpoint.key, side_s)
+    try:
+        (page, headers), _ = patiently(ask, say, endpoint.name)
+    except RequestFailed as error:
+        if error.status in (401, 403):
+            raise UsageError(f"{endpoint.name}: {error}; {key_words(endpoint)}") from None
+        if error.status is None or error.status in (429, 503) or 300 <= error.status < 400:
+            raise UsageError(f"{endpoint.name}: {error}") from None
+        return Listing()
+    except ValueError:  # no list of models: the first request will tell
+        return Listing()
+    listed = as_dict(page).get("data")
+    if not isinstance(listed, list):
+        listed = []
+    return Listing(tuple(map(as_dict, listed)), headers.get("Server") or "")
+
+
+def chosen_model(arm: ArmSettings, listing: Listing, who: str) -> str:
+    """The model that the user named, else the only one listed.  UsageError where there are more."""
+    if arm.model:
+        return arm.model
+    served = listing.served
+    if len(served) == 1:
+        return served[0]
+    listed = ""
+    if served:
+        listed = f": {', '.join(served)}"
+    raise UsageError(f"{who} lists {len(served)} models; name one with --model{listed}")
+
+
+def side_page(endpoint: Endpoint, path: str) -> Optional[object]:
+    """The JSON value of a page beside the API; None where it is guarded, off or not there."""
+    with contextlib.suppress(RequestFailed, ValueError):
+        side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
+        page: object = get_json(endpoint.root + path, endpoint.key, side_s)[0]
+        return page
+    return None
+
+
+def identify(endpoint: Endpoint, listing: Listing) -> Identity:
+    """The engine by what it sends; where that tells none, every version page is asked for."""
+    entry = listing.entry_of(endpoint.model)
+    owner = entry.get("owned_by")
+    if owner is not None:
+        owner = str(owner)
+    engine = recognised(listing.banner, owner, is_listed=bool(entry))
+    for row in ENGINES:
+        if row.version is None or engine not in (UNKNOWN, row):
+            continue
+        page = as_dict(side_page(endpoint, row.version.path))
+        if row.version.is_told_by(page):
+            if row.version.names_engine:
+                engine = row
+            return Identity(engine, str(page[row.version.field]), page)
+    return Identity(engine)
+
+
+def about_of(endpoint: Endpoint, identity: Identity, entry: JSON) -> About:
+    """What a server tells of itself on its version page and in its list of models."""
+    told = identity.page
+    meta = as_dict(entry.get("meta"))
+    settings = as_dict(told.get("default_generation_settings"))
+    arguments = as_dict(told.get("server_args"))
+    context = as_count(settings.get("n_ctx")) or as_count(entry.get("max_model_len"))
+    context = context or as_count(meta.get("n_ctx"))
+    quantization = told.get("model_ftype") or meta.get("ftype")
+    quantization = quantization or told.get("quantization") or arguments.get("quantization")
+    slots = as_count(told.get("total_slots"))
+    cache_tokens = _tokens_of_slots(endpoint, identity.engine) or None
+    if cache_tokens is None and context and slots:
+        cache_tokens = context * slots
+    tensor_parallel = as_count(told.get("tp_size") or arguments.get("tp_size"))
+    about = {
+        "context": context,
+        "quantization": quantization,
+        "cache_tokens": cache_tokens,
+        "slots": slots,
+        "tensor_parallel": tensor_parallel,
+        "lifetime_accept_length": _lifetime_accept_length(told.get("internal_states")),
+    }
+    return cast(About, {name: value for name, value in about.items() if value is not None})
+
+
+def _lifetime_accept_length(states: object) -> Optional[float]:
+    """Tokens a verification step since the server was started, of the first of its processes."""
+    if not isinstance(states, list) or not states:
+        return None
+    return as_number(as_dict(states[0]).get("avg_spec_accept_length"))
+
+
+def _tokens_of_slots(endpoint: Endpoint, engine: Engine) -> Optional[int]:
+    """The capacity of the cache in tokens, where the engine has a page of its slots."""
+    if not engine.slots_page:
+        return None
+    slots = side_page(endpoint, engine.slots_page)
+    if not isinstance(slots, list) or not slots:
+        return None
+    return sum_known(as_count(as_dict(slot).get("n_ctx")) for slot in slots)
+
+
+def memory_of(snapshot: Snapshot) -> About:
+    """Cache capacity in tokens and resident memory in bytes, where the metrics page tells."""
+    told: About = {}
+    for sample in snapshot.samples or ():
+        if sample.name == "process_resident_memory_bytes":
+            told["resident_bytes"] = int(sample.value)
+        elif sample.name in known_to(ENGINES).memory:
+            blocks = sample.label("num_gpu_blocks") or ""
+            size = sample.label("block_size") or ""
+            if re.fullmatch("[0-9]{1,9}", blocks) and re.fullmatch("[0-9]{1,9}", size):
+                told["cache_tokens"] = told.get("cache_tokens", 0) + int(blocks) * int(size)
+    return told
 
 
 def find_metrics(endpoint: Endpoint) -> tuple[Endpoint, Snapshot]:
     """The endpoint with the address of its metrics page, and what the page says."""
-    given, page = endpoint.metrics_url, endpoint.root + "/metrics"
-    if endpoint.engine == "tensorrt-llm":  # its /metrics is JSON and is emptied by every read
-        page = endpoint.root + "/prometheus/metrics"
-    endpoint = replace(endpoint, metrics_url=given or page)
-    snapshot, retry = metrics_snapshot(endpoint), None
-    if snapshot.unavailable and not given:
-        if "HTTP 400" in snapshot.unavailable and "model" in snapshot.unavailable:
-            retry = f"{page}?model={urllib.parse.quote(endpoint.model, safe='', errors='replace')}"
-        elif "JSON" in snapshot.unavailable:
-            retry = endpoint.root + "/prometheus/metrics"
-    if retry:
-        second = metrics_snapshot(replace(endpoint, metrics_url=retry))
-        if second.samples is not None:
-            return replace(endpoint, metrics_url=retry), second
+    if endpoint.metrics_url:
+        return endpoint, metrics_snapshot(endpoint)
+    page = endpoint.root + endpoint.engine.metrics_page
+    endpoint = replace(endpoint, metrics_url=page)
+    snapshot = metrics_snapshot(endpoint)
+    others: list[str] = []
+    if snapshot.reason == WANTS_MODEL:
+        model = urllib.parse.quote(endpoint.model, safe="", errors="replace")
+        others = [f"{page}?model={model}"]
+    elif snapshot.reason == IS_JSON:
+        paths = [row.metrics_page for row in ENGINES if row.metrics_page != UNKNOWN.metrics_page]
+        others = [endpoint.root + path for path in dict.fromkeys(paths)]
+    for url in others:
+        second = replace(endpoint, metrics_url=url)
+        found = metrics_snapshot(second)
+        if found.samples is not None:
+            return second, found
     return endpoint, snapshot
 
 
-def identify(
-    root: str, key: str, timeout_s: float, entry: JSON, banner: str
-) -> tuple[str, str, JSON]:
-    """(engine, version, what the server tells of itself: context, quantization, cache), by what it sends."""
-    engine = OWNERS.get(str(entry.get("owned_by")), "unknown")
-    if banner.startswith("llama.cpp"):
-        engine = "llama.cpp"
-    elif banner.startswith("BaseHTTP") and entry and entry.get("owned_by") is None:
-        engine = "mlx-lm"
-    engine, version, told = _version_of(engine, root, key, timeout_s)
-    meta, settings = as_dict(entry.get("meta")), as_dict(told.get("default_generation_settings"))
-    states, arguments = told.get("internal_states"), as_dict(told.get("server_args"))
-    state = as_dict(states[0]) if isinstance(states, list) and states else {}
-    context = (
-        as_count(settings.get("n_ctx"))
-        or as_count(entry.get("max_model_len"))
-        or as_count(meta.get("n_ctx"))
-    )
-    slots, cache_tokens = as_count(told.get("total_slots")), None
-    if engine == "llama.cpp":
-        with contextlib.suppress(
-            RequestFailed, ValueError
-        ):  # guarded or switched off on some servers
-            held = get_json(root + "/slots", key, timeout_s)[0]
-            sizes = (
-                [as_count(as_dict(slot).get("n_ctx")) for slot in held]
-                if isinstance(held, list)
-                else []
-            )
-            cache_tokens = sum_known(sizes) if sizes else None
-    about = {
-        "context": context,
-        "quantization": told.get("model_ftype")
-        or meta.get("ftype")
-        or told.get("quantization")
-        or arguments.get("quantization"),
-        "cache_tokens": cache_tokens or (context * slots if context and slots else None),
-        "slots": slots,
-        "tensor_parallel": as_count(told.get("tp_size") or arguments.get("tp_size")),
-        "lifetime_accept_length": as_number(state.get("avg_spec_accept_length")),
-    }
-    return engine, version, {name: value for name, value in about.items() if value is not None}
+def _engine_of_page(snapshot: Snapshot) -> Engine:
+    """The row of a server that only its metrics page tells of."""
+    # The request is made up by now, so nothing more is asked for.
+    engine = recognised_by_series(sample.name for sample in snapshot.samples or ())
+    return replace(engine, asks={}) if engine.asks else engine
 
 
-def _version_of(engine: str, root: str, key: str, timeout_s: float) -> tuple[str, str, JSON]:
-    """(engine, version, the page that tells it)."""
-    for name, path, field_name in VERSIONS:
-        if engine in ("unknown", name):
-            with contextlib.suppress(RequestFailed, ValueError):
-                told = as_dict(get_json(root + path, key, timeout_s)[0])
-                told_apart = {
-                    "koboldcpp": told.get("result") == "KoboldCpp",
-                    "tgi": "model_id" in told,
-                }
-                if field_name in told and told_apart.get(name, True):
-                    # several engines answer alike at /version
-                    return engine if path == "/version" else name, str(told[field_name]), told
-    return engine, "unknown", {}
-
-
-def memory_of(snapshot: Snapshot) -> JSON:
-    """Cache capacity in tokens and resident memory in bytes, where the metrics page tells."""
-    told: JSON = {}
-    for sample in snapshot.samples or ():
-        if sample.name == "vllm:cache_config_info":
-            blocks, size = sample.label("num_gpu_blocks") or "", sample.label("block_size") or ""
-            if re.fullmatch("[0-9]{1,9}", blocks) and re.fullmatch("[0-9]{1,9}", size):
-                told["cache_tokens"] = told.get("cache_tokens", 0) + int(blocks) * int(size)
-        elif sample.name == "process_resident_memory_bytes":
-            told["resident_bytes"] = int(sample.value)
-    return told
+def findings_at_start(endpoint: Endpoint, snapshot: Snapshot, say: Say) -> list[Finding]:
+    """What a server's metrics page gives to think of before the first request."""
+    if snapshot.unavailable:
+        return [finding("metrics-unavailable", snapshot.unavailable)]
+    busy = (snapshot.running() or 0) + (snapshot.waiting() or 0)
+    if busy <= 0:
+        return []
+    words = f"{busy:.0f} requests of somebody else's"
+    say(f"{endpoint.name} is busy: {words} are running or waiting; figures will be disturbed")
+    detail = f"the server had {words} running or waiting at the start"
+    return [finding("busy", detail, requests=busy)]
 
 
 def server_numbers(
     servers: Sequence[Server], answers: Sequence[Optional[Answer]], warmup: int
 ) -> list[int]:
-    """The same number for arms that are one server: by its address, or by a process that counted both arms' warm-up.
+    """The same number for arms that are one server.
 
-    An equal start alone proves nothing: it is told in hundredths of a second, and a script starts servers together.
+    They have one address, or a process that counted both arms' warm-up.  An equal start alone
+    proves nothing: it is told in hundredths of a second, and a script starts servers together.
     """
-
-    def counted_more(server: Server, answer: Optional[Answer]) -> bool:
-        received = (answer.completion_tokens or 0) * warmup if answer else 0
-        after = settled_snapshot(server.endpoint, server.snapshot, received)
-        return (generated_tokens(counter_growth(server.snapshot, after)) or 0) > 1.5 * received > 0
-
     numbers: list[int] = []
     for server, answer in zip(servers, answers):
-        same = [
-            number
-            for number, other in zip(numbers, servers)
-            if other.endpoint.api == server.endpoint.api
-            or (
-                server.snapshot.process is not None
-                and other.snapshot.process == server.snapshot.process
-                and counted_more(server, answer)
-            )
-        ]
+        received = 0
+        if answer:
+            received = (answer.completion_tokens or 0) * warmup
+        same = [n for n, other in zip(numbers, servers) if _is_one(other, server, received)]
         numbers.append(same[0] if same else len(numbers))
     return numbers
+
+
+def _is_one(other: Server, server: Server, received: int) -> bool:
+    """Whether two arms have one server; the later one received so many tokens in its warm-up."""
+    if other.endpoint.api == server.endpoint.api:
+        return True
+    process = server.snapshot.process
+    if process is None or other.snapshot.process != process:
+        return False
+    after = settled_snapshot(server.endpoint, server.snapshot, received)
+    generated = generated_tokens(counter_growth(server.snapshot, after)) or 0
+    return generated > 1.5 * received > 0
 
 
 # ---- timing loop --------------------------------------------------------------------------------
@@ -2942,7 +3405,7 @@ class Recorder:
         self.answered = 0  # over all levels
         self.begin((), 0)
 
-    def begin(self, headers: Iterable[JSON], total: int) -> None:
+    def begin(self, headers: Iterable[Conditions], total: int) -> None:
         """Start a level of `total` requests under these conditions."""
         self.readings: list[Reading] = []
         self.counted: list[Counted] = []
@@ -3024,11 +3487,10 @@ def take_reading(
         if refused and is_first:
             raise UsageError(refused) from None
         return replace(reading, error=refused or f"{endpoint.name}: {error}")
-    if endpoint.engine == "koboldcpp":
-        with contextlib.suppress(RequestFailed, ValueError):
-            page = endpoint.root + "/api/extra/perf"
-            side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
-            answer.statistics["perf"], _ = get_json(page, endpoint.key, side_s)
+    if endpoint.engine.answer_page:
+        page = side_page(endpoint, endpoint.engine.answer_page)
+        if page is not None:
+            answer.statistics["perf"] = page
     return replace(reading, answer=answer, waited_s=waited)
 
 
@@ -3144,7 +3606,7 @@ class Loop:
                 self.recorder.add(reading)
                 left -= 1
             if clock() >= look_at and left >= self.concurrency:
-                seen = metrics_snapshot(endpoint).total(_WAITING)
+                seen = metrics_snapshot(endpoint).waiting()
                 if seen is not None:
                     queued.append(seen)
                 look_at = clock() + 1.0
@@ -3214,7 +3676,7 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Optiona
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two texts first differ: offsets 0-based, line and column 1-based, 60 characters of both from there."""
+    """Where two texts first differ: offsets 0-based, line and column 1-based, and both tails."""
 
     byte: int
     character: int
@@ -3260,7 +3722,7 @@ class Agreement:
 
 
 def self_agreement(answers: dict[Pair, Answer]) -> Agreement:
-    """Each repeat of a prompt against its first one, and the warm ones against the first warm one."""
+    """Each repeat of a prompt against its first, and the warm ones against the first warm one."""
     by_prompt: dict[int, list[Pair]] = {}
     for pair in sorted(answers):
         by_prompt.setdefault(pair[0], []).append(pair)
@@ -3428,7 +3890,7 @@ def _token_bytes(entry: JSON) -> bytes:
 
 
 def gap_finding(tokens: Sequence[JSON], own: bytes, other: bytes, offset: int) -> Triage:
-    """near-tie, clear-preference or not-known, from the log probabilities of the baseline's answer `own`.
+    """near-tie, clear-preference or not-known, from the log probabilities of the answer `own`.
 
     `offset` is the byte at which `other` differs.  The gap, in nats, lies between the baseline's
     token there and the token with which the other text goes on; for one that is not listed it is
@@ -3525,7 +3987,7 @@ class Drafts:
 
 
 def drafts_of(run: Run) -> Drafts:
-    """Acceptance from the answers, completed by the counters where both speak of the same answers."""
+    """Acceptance from the answers, completed by the counters where both speak of the same ones."""
     answers = run.answers().values()
     growth = added_growth([block_growth(b.before, b.after, b.tokens) for b in run.counted])
     block_answers = sum(block.answers for block in run.counted)
@@ -3619,7 +4081,7 @@ def log_rates(units: Units) -> list[list[float]]:
 
 
 def log_ratios(baseline: Units, candidate: Units) -> list[list[float]]:
-    """ln(candidate tokens/s) - ln(baseline tokens/s), by group, where both had one kind of clock."""
+    """ln(candidate tokens/s) - ln(baseline tokens/s), by group, where both had one clock."""
     groups: dict[Hashable, list[float]] = {}
     for key, unit in candidate.items():
         other = baseline.get(key)
@@ -3651,7 +4113,7 @@ class Figures:
 
 
 def figures_of(run: Run, units: Units, decode_units: Units) -> Figures:
-    """tokens/s = tokens / time inside the requests; under load, tokens / elapsed time of the blocks."""
+    """tokens/s = tokens / time inside the requests; under load / elapsed time of the blocks."""
     answers = run.shared().values()
     wall_s = math.fsum(unit.seconds or 0.0 for unit in units.values())
     sources = {answer.decode_source for answer in answers if answer.decode_source}
@@ -3831,7 +4293,7 @@ def foreign_tokens(run: Run) -> Optional[int]:
 
 
 def spec_gauges(run: Run) -> Optional[dict[str, float]]:
-    """Speculation gauges as last read: never differenced, being means of a time that is not this run's."""
+    """Speculation gauges as last read: never differenced, being means of another time."""
     samples = run.counted[-1].after.samples if run.counted else None
     if samples is None:
         return None
@@ -3920,7 +4382,7 @@ def fit_of(whys: Sequence[Why]) -> Optional[CostFit]:
 def predictions(
     why: Why, acceptance: Optional[AcceptanceRecord], fit: Optional[CostFit]
 ) -> Optional[list[ChainPrediction]]:
-    """The predicted speed-up of each draft length up to twice the measured one; None without costs."""
+    """The predicted speed-up of each draft length up to twice the measured; None without costs."""
     if why.fixed is None or why.step_cost is None or acceptance is None:
         return None
     rates = acceptance["per_position"]
@@ -4106,7 +4568,7 @@ def compare_part(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
 
 @dataclass(frozen=True)
 class Level:
-    """One concurrency level: the arms in the order measured, and each candidate against the baseline.
+    """One concurrency level: the arms as measured, and each candidate against the baseline.
 
     Arms that completed nothing stay, as what is left of their failure; they are not compared.
     """
@@ -4152,7 +4614,7 @@ class Spread(TypedDict):
 
 
 class Interval(TypedDict):
-    """A ratio with its interval, None where there is none, and the number of prompts it rests on."""
+    """A ratio with its interval, None where there is none, and how many prompts it rests on."""
 
     ratio: float
     low: Optional[float]
@@ -4254,7 +4716,7 @@ class EndpointRecord(TypedDict):
     schema: int
     run_id: str
     label: str
-    kind: str
+    kind: Literal["endpoint"]
     base_url: str
     model: str
     engine: str
@@ -4420,7 +4882,7 @@ class _Comparison(Compared):
     schema: int
     run_id: str
     baseline_run_id: str
-    kind: str
+    kind: Literal["comparison"]
     candidate: str
     label: str
     engine: str
@@ -4584,7 +5046,7 @@ LARGEST = 1e18  # beyond it is no measurement
 
 
 def misfit(value: Any, shape: Any, where: str = "") -> Optional[str]:
-    """The path of the first field of a JSON value that its shape does not allow; None where all fit.
+    """The path of the first field of a JSON value that its shape does not allow, or None.
 
     Keys that the shape does not name are allowed: a later version may have written them.
     """
@@ -4593,6 +5055,8 @@ def misfit(value: Any, shape: Any, where: str = "") -> Optional[str]:
         return None
     if shape in _PLAIN:
         return None if type(value) in _PLAIN[shape] and is_sane(value) else where
+    if kind is Literal:
+        return None if value in inner else where
     if kind is Union:  # in these shapes always Optional
         return None if value is None else misfit(value, inner[0], where)
     parts = _parts(value, kind, inner)
@@ -4609,7 +5073,7 @@ def misfit(value: Any, shape: Any, where: str = "") -> Optional[str]:
 
 
 def is_sane(value: object) -> bool:
-    """Whether a plain value can be measured and written: no number beyond all measure, no half character."""
+    """Whether a plain value can be: no number beyond all measure, no half of a character."""
     if isinstance(value, str):
         return value.isascii() or not re.search("[\ud800-\udfff]", value)
     return not isinstance(value, (int, float)) or -LARGEST < value < LARGEST
@@ -4738,7 +5202,7 @@ def workload_figures(name: str, arm: Arm) -> WorkloadFigures:
 
 
 def cached_tokens(answers: Sequence[Answer]) -> Optional[int]:
-    """Prompt tokens that came from the server's cache; None where that is not told, or nothing came."""
+    """Prompt tokens that came from the server's cache; None where that is not told."""
     if not answers:
         return None
     return sum_known(answer.cached_tokens for answer in answers)
@@ -4842,7 +5306,7 @@ def comparison_record(
     about, base = candidate.conditions, baseline.conditions
     decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
     undecided = comparison.verdict == "undecided"
-    record: ComparisonRecord = {
+    told: _Comparison = {
         "lab": LAB,
         "schema": SCHEMA,
         "run_id": about["run_id"],
@@ -4876,6 +5340,7 @@ def comparison_record(
         "recorded_at": about["recorded_at"],
         "against_best": against_best(comparison, best_of(level.comparisons)),
     }
+    record = cast(ComparisonRecord, told)
     if base["engine"] != about["engine"]:
         record["baseline_engine"] = base["engine"]
     if base["model"] != about["model"]:
@@ -4936,7 +5401,7 @@ def result_of(level: Level, judging: Judging, triage: dict[str, dict[str, Triage
 
 
 def read_json_lines(path: str, warn: Say) -> Iterator[tuple[int, JSON]]:
-    """(line number, object) of each JSON object in a file; prose is skipped, a damaged line named."""
+    """(line number, object) of each JSON object in a file; prose is skipped, damage named."""
     lines = read_bytes(path).lstrip(b"\xef\xbb\xbf").split(b"\n")
     for number, line in enumerate(lines, 1):
         # zero bytes are what a power cut leaves
@@ -5027,9 +5492,14 @@ def counted_to_json(counted: Counted) -> JSON:
     return {
         "kind": "counted",
         **fields_of(counted),
-        "before": fields_of(counted.before),
-        "after": fields_of(counted.after),
+        "before": snapshot_to_json(counted.before),
+        "after": snapshot_to_json(counted.after),
     }
+
+
+def snapshot_to_json(snapshot: Snapshot) -> JSON:
+    """A snapshot in a run file; why its page told nothing is kept in words only."""
+    return copied(fields_of(snapshot), "samples", "unavailable", "process")
 
 
 def counted_from_json(line: JSON) -> Counted:
@@ -5150,7 +5620,7 @@ def differing_conditions(baseline: Run, candidate: Run) -> list[str]:
     return differ
 
 
-def without(request: JSON, fields: Sequence[str]) -> JSON:
+def without(request: JSON, fields: Collection[str]) -> JSON:
     """The other fields of a request."""
     return {name: value for name, value in request.items() if name not in fields}
 
@@ -5212,83 +5682,69 @@ class Warmed:
 
     servers: tuple[Server, ...]
     hosts: tuple[int, ...]  # the same number for arms that are one server
-    findings: list[JSON]
+    findings: list[Finding]
 
 
-def conditions_of(warmed: Warmed, number: int, settings: Settings, level: int, run_id: str) -> JSON:
-    """Everything that is said about one arm beside its readings: the header of its run, as JSON."""
+def conditions_of(
+    warmed: Warmed, number: int, settings: Settings, level: int, run_id: str
+) -> Conditions:
+    """Everything that is said about one arm beside its readings: the header of its run.
+
+    `request` is asked of all arms, `arm_extras` of this one alone: only the first has to be equal.
+    """
     server, host = warmed.servers[number], warmed.hosts[number]
-    findings = server.findings + warmed.findings
-    header = {
+    endpoint = server.endpoint
+    own = {*endpoint.engine.asks, *settings.own_fields}
+    bodies = {arm.name: arm.body for arm in settings.arms}
+    engine, version = settings.engine, settings.engine_version
+    return {
         "schema": SCHEMA,
         "run_id": run_id,
-        **server_conditions(server, settings),
-        "findings": findings,
-        **request_conditions(server.endpoint, settings),
-        **plan_conditions(settings, level),
-        **program_conditions(),
-    }
-    header["host_number"] = host
-    header["shared_server"] = warmed.hosts.count(host) > 1
-    return header
-
-
-def server_conditions(server: Server, settings: Settings) -> dict[str, object]:
-    """Which server it is, and what it tells of itself."""
-    endpoint = server.endpoint
-    metrics_url = redacted(endpoint.metrics_url or "", endpoint.key)
-    engine, version = settings.engine, settings.engine_version
-    if engine == "unknown":
-        engine = server.engine
-    if version == "unknown":
-        version = server.version
-    return {
         "arm": endpoint.arm,
         "base_url": endpoint.api,
-        "metrics_url": metrics_url or None,
+        "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
         "model": endpoint.model,
-        "engine": engine,
-        "engine_version": version,
+        "engine": endpoint.engine.name if engine == "unknown" else engine,
+        "engine_version": server.version if version == "unknown" else version,
         "server": server.about,
-    }
-
-
-def request_conditions(endpoint: Endpoint, settings: Settings) -> dict[str, object]:
-    """What is asked of all arms, and apart from it of this one: only the first has to be equal."""
-    own = {*ENGINE_EXTRAS.get(endpoint.engine, {}), *settings.own_fields}
-    bodies = {arm.name: arm.body for arm in settings.arms}
-    shared = {name: value for name, value in endpoint.request.items() if name not in own}
-    return {"request": shared, "arm_extras": bodies[endpoint.arm], "stream": endpoint.stream}
-
-
-def plan_conditions(settings: Settings, level: int) -> dict[str, object]:
-    """What is sent, how often and in which order."""
-    prompts = [{"id": p.id, "workload": p.workload, "sha256": p.digest()} for p in settings.prompts]
-    return {
-        "prompts": prompts,
+        "findings": server.findings + warmed.findings,
+        "request": without(endpoint.request, own),
+        "arm_extras": bodies[endpoint.arm],
+        "stream": endpoint.stream,
+        "prompts": [prompt_ref(prompt) for prompt in settings.prompts],
         "repeats": settings.repeats,
         "warmup": settings.warmup,
         "order": settings.order,
         "concurrency": level,
         "simulated": settings.simulated,
+        "tool_version": __version__,
+        "recorded_at": local_time(),
+        "host": this_host(),
+        "host_number": host,
+        "shared_server": warmed.hosts.count(host) > 1,
     }
 
 
-def program_conditions() -> dict[str, object]:
-    """What measured, when and on which machine."""
+def prompt_ref(prompt: Prompt) -> PromptRef:
+    """A prompt as the header of a run names it."""
+    return {"id": prompt.id, "workload": prompt.workload, "sha256": prompt.digest()}
+
+
+def local_time() -> str:
+    """Now, as 2026-11-30T22:15:00+01:00."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return f"{stamp[:-2]}:{stamp[-2:]}"
+
+
+def this_host() -> Host:
+    """The machine that measures, without its name."""
     import platform
 
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    host = {
+    return {
         "system": platform.system(),
         "machine": platform.machine(),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
-    }
-    return {
-        "tool_version": __version__,
-        "recorded_at": stamp[:-2] + ":" + stamp[-2:],
-        "host": host,
     }
 
 
@@ -5583,12 +6039,12 @@ Rows = Iterable[Sequence[str]]  # of a table, cells in the order of its columns
 
 def endpoints_in(records: Iterable[Record]) -> list[EndpointRecord]:
     """The records of one server each."""
-    return [cast(EndpointRecord, record) for record in records if record["kind"] == "endpoint"]
+    return [record for record in records if record["kind"] == "endpoint"]
 
 
 def comparisons_in(records: Iterable[Record]) -> list[ComparisonRecord]:
     """The records of one candidate against the baseline each."""
-    return [cast(ComparisonRecord, record) for record in records if record["kind"] == "comparison"]
+    return [record for record in records if record["kind"] == "comparison"]
 
 
 def by_label(comparisons: Iterable[ComparisonRecord]) -> dict[str, list[ComparisonRecord]]:
@@ -6437,11 +6893,11 @@ class Watched:
 def watched(record: Record) -> Optional[Watched]:
     """The ratio of a comparison, the baseline's own tokens/s; None if unknown or of another arm."""
     if record["kind"] == "comparison":
-        ratio = cast(ComparisonRecord, record)["speedup"]
+        ratio = record["speedup"]
         if ratio is None:
             return None
         return Watched("speed-up", ratio["ratio"], ratio)
-    endpoint = cast(EndpointRecord, record)
+    endpoint = record
     speed = endpoint["speed"]
     if speed is None or endpoint_arm(endpoint) != "baseline":
         return None
@@ -7135,7 +7591,7 @@ def calibrated_client(measured: Measured, plain: Truth, drafted: Truth) -> Itera
     """Times in ms that this program adds: before the first token, to a request, to a token."""
     arms = zip(("baseline", "speculative"), (plain, drafted), measured.result.endpoints)
     for name, true, told in arms:
-        seen_ms = 1000 * told["ttft_s"]["mean"]
+        seen_ms = 1000 * told["ttft_s"]["mean"] if told["ttft_s"] else None
         yield within(2.0, "ms", f"{name} time to first token, ms", 1000 * true.ttft_s, seen_ms)
     answers = [list(run.answers().values()) for run in measured.runs]
     late_s = [answer.latency_s for arm in answers for answer in arm]
@@ -7617,7 +8073,7 @@ def kept_results(measured: Sequence[Measured]) -> list[Result]:
     return [level.result for level in kept]
 
 
-def look_for_alarms(keeping: Keeping, records: Sequence[JSON]) -> Step:
+def look_for_alarms(keeping: Keeping, records: Sequence[Record]) -> Step:
     """The alarms of --fail-on; looked for before the notebook holds these records too."""
     warn = speaker(keeping.quiet)
     try:
@@ -7627,7 +8083,7 @@ def look_for_alarms(keeping: Keeping, records: Sequence[JSON]) -> Step:
         return Step([], trouble, isinstance(error, KeyboardInterrupt))
 
 
-def append_or_show(path: str, records: Sequence[JSON]) -> Step:
+def append_or_show(path: str, records: Sequence[Record]) -> Step:
     """Append the records to the notebook.  Where that fails they are the lines to print."""
     try:
         append_records(path, records)
@@ -7671,20 +8127,20 @@ def print_report(keeping: Keeping, results: Sequence[Result], appended: Step) ->
     return None
 
 
-def dead_words(record: JSON) -> str:
+def dead_words(record: EndpointRecord) -> str:
     """What is said of an arm that completed no request."""
     first = record["first_error"] or "none, none was sent"
     return f"{record['label']}: no request completed; the first error: {first}"
 
 
-def failing_arms(arms: Sequence[JSON]) -> list[str]:
+def failing_arms(arms: Sequence[EndpointRecord]) -> list[str]:
     """One line for each arm of which only some requests failed."""
     failing = [record for record in arms if record["failed"] and record["completed"]]
     return [f"{record['label']}: {failure_words(record)}" for record in failing]
 
 
 def alarms_of(
-    fail_on: Sequence[str], labbook: str, records: Sequence[JSON], warn: Say
+    fail_on: Sequence[str], labbook: str, records: Sequence[Record], warn: Say
 ) -> list[str]:
     """One line for each --fail-on condition that holds; regressions are against the notebook."""
     alarms = []
@@ -7699,7 +8155,7 @@ def alarms_of(
     return alarms
 
 
-def changed_text_alarm(record: JSON) -> list[str]:
+def changed_text_alarm(record: ComparisonRecord) -> list[str]:
     """A line where texts differ on a baseline that agrees with itself."""
     texts = record["text_comparison"]
     blamed = texts["divergent"] - texts["unstable"]
@@ -7855,7 +8311,7 @@ def report_command(argv: Sequence[str]) -> int:
     return MEASURED
 
 
-def labelled(records: Sequence[JSON], label: str, path: str) -> list[JSON]:
+def labelled(records: Sequence[Record], label: str, path: str) -> list[Record]:
     """The records of a label and of what stands below it.  UsageError where there are none."""
     found = [record for record in records if f"{record['label']}/".startswith(f"{label}/")]
     if not found:
