@@ -3307,16 +3307,17 @@ class Run:
             counted=tuple(block for block in self.counted if block.workload == workload),
         )
 
+    @functools.cached_property
     def answers(self) -> dict[Pair, Answer]:
         """What was completed, by pair."""
         return {r.pair: r.answer for r in self.readings if r.answer}
 
+    @functools.cached_property
     def shared(self) -> dict[Pair, Answer]:
         """The same, without what another arm did not complete."""
-        answers = self.answers()
         if self.pairs is None:
-            return answers
-        return {pair: answer for pair, answer in answers.items() if pair in self.pairs}
+            return self.answers
+        return {pair: answer for pair, answer in self.answers.items() if pair in self.pairs}
 
 
 Groups = dict[str, list[int]]  # workload -> the numbers of its prompts
@@ -3807,7 +3808,7 @@ class Texts:
 
 def compare_texts(baseline: Run, candidate: Run, unstable: Collection[int]) -> Texts:
     """Pair by pair; `unstable` are the prompts on which the baseline disagrees with itself."""
-    theirs = candidate.answers()
+    theirs = candidate.answers
     compared = identical = empty = failed = counts_differ = 0
     divergences = []
     for reading in baseline.readings:
@@ -3988,7 +3989,7 @@ class Drafts:
 
 def drafts_of(run: Run) -> Drafts:
     """Acceptance from the answers, completed by the counters where both speak of the same ones."""
-    answers = run.answers().values()
+    answers = run.answers.values()
     growth = added_growth([block_growth(b.before, b.after, b.tokens) for b in run.counted])
     block_answers = sum(block.answers for block in run.counted)
     counted = acceptance_of_counters(growth, block_answers)
@@ -4022,7 +4023,7 @@ def acceptance_told(answers: Collection[Answer], is_counted: bool) -> Optional[A
 
 def in_common(runs: Sequence[Run]) -> list[Run]:
     """The runs, each knowing what all of them completed: the speeds are made of that."""
-    pairs = frozenset.intersection(*(frozenset(run.answers()) for run in runs))
+    pairs = frozenset.intersection(*(frozenset(run.answers) for run in runs))
     blocks = None
     if all(run.conditions["concurrency"] > 1 for run in runs):
         blocks = frozenset.intersection(*(whole_blocks(run) for run in runs))
@@ -4058,7 +4059,7 @@ def units_of(run: Run) -> Units:
         return {block.key: Unit(block.key, block.tokens, block.elapsed_s) for block in blocks}
     return {
         pair: Unit(pair[0], answer.completion_tokens, answer.latency_s)
-        for pair, answer in run.shared().items()
+        for pair, answer in run.shared.items()
     }
 
 
@@ -4066,7 +4067,7 @@ def decode_units_of(run: Run) -> Units:
     """The same for decoding alone, which is timed in each answer, under load too."""
     return {
         pair: Unit(pair[0], answer.decode_tokens, answer.decode_s, clock_of(answer.decode_source))
-        for pair, answer in run.shared().items()
+        for pair, answer in run.shared.items()
     }
 
 
@@ -4114,17 +4115,19 @@ class Figures:
 
 def figures_of(run: Run, units: Units, decode_units: Units) -> Figures:
     """tokens/s = tokens / time inside the requests; under load / elapsed time of the blocks."""
-    answers = run.shared().values()
+    answers = run.shared.values()
     wall_s = math.fsum(unit.seconds or 0.0 for unit in units.values())
     sources = {answer.decode_source for answer in answers if answer.decode_source}
     source = sources.pop() if len(sources) == 1 else None
+    tokens = sum_known(unit.tokens for unit in units.values())
+    ttft_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     return Figures(
-        tokens_per_s=ratio_of(sum_known(unit.tokens for unit in units.values()), wall_s),
+        tokens_per_s=ratio_of(tokens, wall_s),
         decode_tokens_per_s=decode_rate(decode_units) if source else None,
         decode_source=source,
         wall_s=wall_s,
         latency_s=spread_of([answer.latency_s for answer in answers]),
-        ttft_s=spread_of([answer.ttft_s for answer in answers if answer.ttft_s is not None]),
+        ttft_s=spread_of(ttft_s),
     )
 
 
@@ -4180,7 +4183,7 @@ def part_from(run: Run) -> Arm:
         units=units,
         decode_units=decode_units,
         figures=figures_of(run, units, decode_units),
-        agreement=self_agreement(run.answers()),
+        agreement=self_agreement(run.answers),
     )
 
 
@@ -4263,7 +4266,7 @@ def traffic_findings(run: Run) -> Iterator[Finding]:
 
 def answer_findings(run: Run) -> Iterator[Finding]:
     """What was odd about the answers of one arm."""
-    answers = run.answers().values()
+    answers = run.answers.values()
     undecodable = sum(answer.undecodable for answer in answers)
     uncounted = sum(answer.completion_tokens is None for answer in answers)
     waited = sum(reading.waited_s > 0 for reading in run.readings)
@@ -4460,10 +4463,10 @@ def drafting_findings(baseline: Arm, candidate: Arm, noise: bool) -> Iterator[Fi
 def cache_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
     """Where one server had more of the prompts in its cache than the other."""
     mine, theirs = (
-        sum_known(answer.cached_tokens for answer in arm.run.shared().values())
+        sum_known(answer.cached_tokens for answer in arm.run.shared.values())
         for arm in (baseline, candidate)
     )
-    prompt = sum(answer.prompt_tokens or 0 for answer in baseline.run.shared().values())
+    prompt = sum(answer.prompt_tokens or 0 for answer in baseline.run.shared.values())
     if mine is None or theirs is None or abs(mine - theirs) <= max(0.01 * prompt, 1):
         return
     words = (
@@ -4579,7 +4582,7 @@ class Level:
 
 def level_of(runs: Sequence[Run], min_gain: float) -> Level:
     """What follows from the runs of one level."""
-    alive = [run for run in runs if run.answers()]
+    alive = [run for run in runs if run.answers]
     common = {run.arm: run for run in in_common(alive)} if alive else {}
     arms = [arm_from(common.get(run.arm) or in_common([run])[0]) for run in runs]
     compared = [arm for arm in arms if arm.name in common]
@@ -4695,11 +4698,9 @@ class Host(TypedDict):
     cpus: Optional[int]
 
 
-class WorkloadFigures(TypedDict):
-    """One server's figures on one kind of work."""
+class ArmFigures(TypedDict):
+    """One server's figures, on one kind of work or on all."""
 
-    workload: str
-    prompts: int
     completed: int
     output_tokens: Optional[int]
     output_tokens_per_s: Optional[float]
@@ -4709,55 +4710,60 @@ class WorkloadFigures(TypedDict):
     acceptance: Optional[AcceptanceRecord]
 
 
-class EndpointRecord(TypedDict):
-    """What the notebook keeps of one arm; rates are over the pairs that all arms completed."""
+class WorkloadFigures(ArmFigures):
+    """The figures of one kind of work."""
+
+    workload: str
+    prompts: int
+
+
+class RunFacts(TypedDict):
+    """What both kinds of record say of the run that they are of."""
 
     lab: str
     schema: int
     run_id: str
     label: str
-    kind: Literal["endpoint"]
-    base_url: str
-    model: str
     engine: str
     engine_version: str
+    model: str
     max_tokens: object  # request fields are as the user set them
     repeats: int
     prompt_count: int
+    prompts_sha256: str
+    concurrency: int
+    interrupted: bool
+    simulated: bool
+    context: Optional[int]
+    cached_tokens: Optional[int]
+    recorded_at: str
+
+
+class EndpointRecord(RunFacts, ArmFigures):
+    """What the notebook keeps of one arm; rates are over the pairs that all arms completed."""
+
+    kind: Literal["endpoint"]
+    base_url: str
     requests: int
-    completed: int
     failed: int
     first_error: Optional[str]
     wall_s: float
-    latency_s: Optional[Spread]
-    ttft_s: Optional[Spread]
-    output_tokens: Optional[int]
-    output_tokens_per_s: Optional[float]
-    decode_tokens_per_s: Optional[float]
     decode_source: Optional[str]
     speed: Optional[SpeedInterval]
     tokens_counted_by_server: bool
     server_timings_sample: Optional[JSON]
     spec_metrics_delta: Optional[dict[str, float]]
     spec_metrics_gauges: Optional[dict[str, float]]
-    acceptance: Optional[AcceptanceRecord]
     workloads: list[WorkloadFigures]
-    cached_tokens: Optional[int]
     audit: list[Finding]
     server: About
-    context: Optional[int]
     seed: object
     temperature: object
     stream: bool
     warmup: int
     order: str
-    concurrency: int
-    interrupted: bool
-    prompts_sha256: str
-    simulated: bool
     host: Host
     tool_version: str
-    recorded_at: str
 
 
 class SelfAgreement(TypedDict):
@@ -4877,17 +4883,10 @@ class Latencies(TypedDict):
     speculative: Optional[float]
 
 
-class _Comparison(Compared):
-    lab: str
-    schema: int
-    run_id: str
-    baseline_run_id: str
+class _Comparison(RunFacts, Compared):
     kind: Literal["comparison"]
+    baseline_run_id: str
     candidate: str
-    label: str
-    engine: str
-    engine_version: str
-    model: str
     speedup_these_prompts: Optional[Interval]
     decode_speedup: Optional[Interval]
     min_gain: float
@@ -4897,17 +4896,7 @@ class _Comparison(Compared):
     latency_p50_s: Latencies
     text_comparison: TextComparison
     audit: list[Finding]
-    max_tokens: object
-    repeats: int
-    prompt_count: int
-    prompts_sha256: str
-    concurrency: int
-    interrupted: bool
-    simulated: bool
-    context: Optional[int]
     baseline_engine_version: str
-    cached_tokens: Optional[int]
-    recorded_at: str
     against_best: Optional[AgainstBest]
 
 
@@ -5128,71 +5117,37 @@ def speed_record(found: Optional[Estimate]) -> Optional[SpeedInterval]:
     }
 
 
-def endpoint_record(arm: Arm, label: str) -> EndpointRecord:
-    """What the lab notebook keeps of one arm."""
-    run, about, figures = arm.run, arm.conditions, arm.figures
-    request, answers = about["request"], list(run.answers().values())
-    tokens = sum_known(answer.completion_tokens for answer in answers)
-    errors = [reading.error for reading in run.readings if reading.error]
-    samples = [as_dict(answer.statistics.get("timings")) for answer in answers]
+def run_facts(arm: Arm, label: str) -> RunFacts:
+    """What both kinds of record say of the run that they are of."""
+    about = arm.conditions
+    answers = arm.run.answers.values()
     return {
         "lab": LAB,
         "schema": SCHEMA,
         "run_id": about["run_id"],
-        "label": f"{label}/{run.arm}",
-        "kind": "endpoint",
-        "base_url": about["base_url"],
-        "model": about["model"],
+        "label": label,
         "engine": about["engine"],
         "engine_version": about["engine_version"],
-        "max_tokens": request.get("max_tokens"),
+        "model": about["model"],
+        "max_tokens": about["request"].get("max_tokens"),
         "repeats": about["repeats"],
         "prompt_count": len(about["prompts"]),
-        "requests": len(run.readings),
-        "completed": len(answers),
-        "failed": len(errors),
-        "first_error": errors[0] if errors else None,
-        "wall_s": figures.wall_s,
-        "latency_s": figures.latency_s,
-        "ttft_s": figures.ttft_s,
-        "output_tokens": tokens,
-        "output_tokens_per_s": figures.tokens_per_s,
-        "decode_tokens_per_s": figures.decode_tokens_per_s,
-        "decode_source": figures.decode_source,
-        "speed": speed_record(over_prompts(log_rates(arm.units))),
-        "tokens_counted_by_server": bool(answers) and tokens is not None,
-        "server_timings_sample": next((sample for sample in samples if sample), None),
-        "spec_metrics_delta": spec_delta(arm.drafts.growth),
-        "spec_metrics_gauges": spec_gauges(run),
-        "acceptance": arm.acceptance,
-        "workloads": [workload_figures(name, part) for name, part in arm.parts.items()],
-        "cached_tokens": cached_tokens(answers),
-        "audit": list(arm.findings),
-        "server": about["server"],
-        "context": about["server"].get("context"),
-        "seed": request.get("seed"),
-        "temperature": request.get("temperature"),
-        "stream": about["stream"],
-        "warmup": about["warmup"],
-        "order": about["order"],
-        "concurrency": about["concurrency"],
-        "interrupted": run.interrupted,
         "prompts_sha256": prompts_digest(about),
+        "concurrency": about["concurrency"],
+        "interrupted": arm.run.interrupted,
         "simulated": about["simulated"],
-        "host": about["host"],
-        "tool_version": about["tool_version"],
+        "context": about["server"].get("context"),
+        "cached_tokens": sum_known(answer.cached_tokens for answer in answers) if answers else None,
         "recorded_at": about["recorded_at"],
     }
 
 
-def workload_figures(name: str, arm: Arm) -> WorkloadFigures:
-    """The same of one kind of work."""
-    answers, figures = arm.run.answers(), arm.figures
+def arm_figures(arm: Arm) -> ArmFigures:
+    """One server's figures, on one kind of work or on all."""
+    answers, figures = arm.run.answers.values(), arm.figures
     return {
-        "workload": name,
-        "prompts": len({index for index, _ in answers}),
         "completed": len(answers),
-        "output_tokens": sum_known(answer.completion_tokens for answer in answers.values()),
+        "output_tokens": sum_known(answer.completion_tokens for answer in answers),
         "output_tokens_per_s": figures.tokens_per_s,
         "decode_tokens_per_s": figures.decode_tokens_per_s,
         "latency_s": figures.latency_s,
@@ -5201,11 +5156,44 @@ def workload_figures(name: str, arm: Arm) -> WorkloadFigures:
     }
 
 
-def cached_tokens(answers: Sequence[Answer]) -> Optional[int]:
-    """Prompt tokens that came from the server's cache; None where that is not told."""
-    if not answers:
-        return None
-    return sum_known(answer.cached_tokens for answer in answers)
+def endpoint_record(arm: Arm, label: str) -> EndpointRecord:
+    """What the lab notebook keeps of one arm."""
+    run, about, answers = arm.run, arm.conditions, arm.run.answers.values()
+    errors = [reading.error for reading in run.readings if reading.error]
+    samples = [as_dict(answer.statistics.get("timings")) for answer in answers]
+    counted = bool(answers) and all(answer.completion_tokens is not None for answer in answers)
+    return {
+        **run_facts(arm, f"{label}/{run.arm}"),
+        **arm_figures(arm),
+        "kind": "endpoint",
+        "base_url": about["base_url"],
+        "requests": len(run.readings),
+        "failed": len(errors),
+        "first_error": errors[0] if errors else None,
+        "wall_s": arm.figures.wall_s,
+        "decode_source": arm.figures.decode_source,
+        "speed": speed_record(over_prompts(log_rates(arm.units))),
+        "tokens_counted_by_server": counted,
+        "server_timings_sample": next((sample for sample in samples if sample), None),
+        "spec_metrics_delta": spec_delta(arm.drafts.growth),
+        "spec_metrics_gauges": spec_gauges(run),
+        "workloads": [workload_figures(name, part) for name, part in arm.parts.items()],
+        "audit": list(arm.findings),
+        "server": about["server"],
+        "seed": about["request"].get("seed"),
+        "temperature": about["request"].get("temperature"),
+        "stream": about["stream"],
+        "warmup": about["warmup"],
+        "order": about["order"],
+        "host": about["host"],
+        "tool_version": about["tool_version"],
+    }
+
+
+def workload_figures(name: str, arm: Arm) -> WorkloadFigures:
+    """The figures of one kind of work."""
+    prompts = len({index for index, _ in arm.run.answers})
+    return {"workload": name, "prompts": prompts, **arm_figures(arm)}
 
 
 def agreement_record(own: Agreement) -> SelfAgreement:
@@ -5307,17 +5295,11 @@ def comparison_record(
     decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
     undecided = comparison.verdict == "undecided"
     told: _Comparison = {
-        "lab": LAB,
-        "schema": SCHEMA,
-        "run_id": about["run_id"],
-        "baseline_run_id": base["run_id"],
-        "kind": "comparison",
-        "candidate": candidate.name,
-        "label": comparison_label(judging.label, candidate.name),
-        "engine": about["engine"],
-        "engine_version": about["engine_version"],
-        "model": about["model"],
+        **run_facts(candidate, comparison_label(judging.label, candidate.name)),
         **compared_record(comparison),
+        "kind": "comparison",
+        "baseline_run_id": base["run_id"],
+        "candidate": candidate.name,
         "speedup_these_prompts": interval_record(over_repeats(comparison.logs)),
         "decode_speedup": interval_record(decode),
         "min_gain": judging.min_gain,
@@ -5327,17 +5309,8 @@ def comparison_record(
         "latency_p50_s": {"baseline": median_s(baseline), "speculative": median_s(candidate)},
         "text_comparison": text_comparison(comparison, triage),
         "audit": [*comparison.findings, *forced_findings(judging.forced)],
-        "max_tokens": about["request"].get("max_tokens"),
-        "repeats": about["repeats"],
-        "prompt_count": len(about["prompts"]),
-        "prompts_sha256": prompts_digest(about),
-        "concurrency": about["concurrency"],
         "interrupted": baseline.run.interrupted or candidate.run.interrupted,
-        "simulated": about["simulated"],
-        "context": about["server"].get("context"),
         "baseline_engine_version": base["engine_version"],
-        "cached_tokens": cached_tokens(list(candidate.run.answers().values())),
-        "recorded_at": about["recorded_at"],
         "against_best": against_best(comparison, best_of(level.comparisons)),
     }
     record = cast(ComparisonRecord, told)
@@ -5880,7 +5853,7 @@ def triage_texts(
     for comparison in level.comparisons:
         arm = comparison.candidate.name
         known = findings.setdefault(arm, {})
-        own, others = comparison.baseline.run.answers(), comparison.candidate.run.answers()
+        own, others = comparison.baseline.run.answers, comparison.candidate.run.answers
         for entry in comparison.texts.divergences:
             if sum(map(len, findings.values())) >= settings.triage:
                 return
@@ -5925,7 +5898,7 @@ def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
 
 def worth_keeping(runs: Sequence[Run]) -> bool:
     """Whether an interrupted level has a pair that all arms finished, or two answers of an arm."""
-    if any(len(run.answers()) > 1 for run in runs):
+    if any(len(run.answers) > 1 for run in runs):
         return True
     return bool(in_common(runs)[0].pairs)
 
@@ -7409,43 +7382,62 @@ def cpu_share(seconds: float = 0.25) -> float:
 class Truth:
     """True figures of one reference server: speeds in tokens/s, times in seconds, exact counts."""
 
+    answers: int
     tokens: int
-    steps: int
+    steps: int  # with a draft
+    plain_steps: int
     drafted: int
     accepted: int
     rejected: int
     positions: tuple[int, ...]
     decode_s: float
-    tokens_per_s: float
-    decode_tokens_per_s: float
-    tokens_per_step: float
-    step_s: float
-    ttft_s: float
+    prefill_s: float
     request_s: dict[str, float]  # by prompt
+
+    @property
+    def decoded(self) -> int:
+        """Tokens of steps: the first token of an answer comes from the prompt pass."""
+        return self.tokens - self.answers
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all the time of the requests."""
+        return self.tokens / (self.decode_s + self.prefill_s)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Over the time of the steps."""
+        return self.decoded / self.decode_s
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Steps without a draft included."""
+        return self.decoded / (self.steps + self.plain_steps)
+
+    @property
+    def step_s(self) -> float:
+        """The mean time of a step."""
+        return self.decode_s / (self.steps + self.plain_steps)
+
+    @property
+    def ttft_s(self) -> float:
+        """The time to the first token."""
+        return self.prefill_s / self.answers
 
 
 def reference_truth(log: Sequence[Served]) -> Truth:
     """What a server's own log says, which must not be empty."""
-    tokens = sum(served.tokens for served in log)
-    steps = sum(served.steps for served in log)
-    all_steps = steps + sum(served.plain_steps for served in log)
+    names = ("tokens", "steps", "plain_steps", "drafted", "accepted", "rejected")
+    sums = {name: sum(getattr(served, name) for served in log) for name in names}
+    positions = zip(*(served.positions for served in log))
     decode_s = math.fsum(served.decode_s for served in log)
     prefill_s = math.fsum(served.prefill_s for served in log)
-    decoded = tokens - len(log)  # the first token of an answer comes from the prompt pass
-    positions = zip(*(served.positions for served in log))
     return Truth(
-        tokens=tokens,
-        steps=steps,
-        drafted=sum(served.drafted for served in log),
-        accepted=sum(served.accepted for served in log),
-        rejected=sum(served.rejected for served in log),
+        **sums,
+        answers=len(log),
         positions=tuple(sum(column) for column in positions),
         decode_s=decode_s,
-        tokens_per_s=tokens / (decode_s + prefill_s),
-        decode_tokens_per_s=decoded / decode_s,
-        tokens_per_step=decoded / all_steps,
-        step_s=decode_s / all_steps,
-        ttft_s=prefill_s / len(log),
+        prefill_s=prefill_s,
         request_s={served.prompt: served.decode_s + served.prefill_s for served in log},
     )
 
@@ -7593,7 +7585,7 @@ def calibrated_client(measured: Measured, plain: Truth, drafted: Truth) -> Itera
     for name, true, told in arms:
         seen_ms = 1000 * told["ttft_s"]["mean"] if told["ttft_s"] else None
         yield within(2.0, "ms", f"{name} time to first token, ms", 1000 * true.ttft_s, seen_ms)
-    answers = [list(run.answers().values()) for run in measured.runs]
+    answers = [list(run.answers.values()) for run in measured.runs]
     late_s = [answer.latency_s for arm in answers for answer in arm]
     for true in (plain, drafted):
         late_s += [-seconds for seconds in true.request_s.values()]
