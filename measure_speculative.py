@@ -118,6 +118,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 import contextlib
+import datetime
 import errno
 import functools
 import hashlib
@@ -154,6 +155,7 @@ from typing import (
     NamedTuple,
     NoReturn,
     Optional,
+    Literal,
     TypedDict,
     TypeVar,
     Union,
@@ -184,6 +186,12 @@ SETTLE_PAUSE_S, SETTLE_LIMIT_S = 0.2, 3.0  # some engines count an answer after 
 
 # Counters may run this far above what was received: answers are cut at their end.
 FOREIGN_SHARE = 0.01
+
+CACHE_SHARE = 0.05  # of the prompt tokens: less is a template's beginning, not a cached prompt
+MISCOUNT_SHARE = 0.02  # of the tokens: an end token counted or not is less
+IMPLAUSIBLE_TTFT = 1.25  # times the other server's, on the same prompts without a cache
+IMPLAUSIBLE_STEP = 0.9  # plain steps: verifying drafts cannot cost less than one
+LEAST_DELAY_S = 0.005  # shorter differences between times to the first token are the network's
 
 # Times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls.
 STALL_CUTOFF = 8
@@ -252,41 +260,65 @@ class RequestFailed(MeasureError):
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a finding of the audit stands for."""
+    """What a finding of the audit stands for.
+
+    A finding may carry its own `caveat`, with figures, in place of the general one here.
+    """
 
     words: str
     caveat: Optional[str] = None  # said in the last line, after BUT
-    withholds: bool = False  # no verdict beside it
+    withholds: Optional[str] = None  # why there is no verdict beside it
 
 
+# All that an audit can say, in the order in which the last line says it.
 FINDINGS = {
-    "metrics-unavailable": Meaning("no use could be made of the metrics page"),
-    "sources-disagree": Meaning("answers and counters tell different drafts"),
-    "rate-above-one": Meaning("more accepted than drafted"),
-    "lifetime-only": Meaning("acceptance is told since the server's start only"),
+    "not-drafting": Meaning("nothing was drafted", withholds="did-not-run"),
+    "same-server": Meaning("both arms are one server", withholds="same-server"),
+    "model-differs": Meaning(
+        "the servers hold different models, files of it, or names for it",
+        withholds="model-differs",
+    ),
+    "quantization-differs": Meaning(
+        "the servers tell different quantizations", withholds="model-differs"
+    ),
+    "counts-wrong": Meaning(
+        "a server counts tokens wrong", caveat="token counts are wrong", withholds="counts-wrong"
+    ),
+    "failed-requests": Meaning("requests failed", caveat="requests failed"),
+    "implausible": Meaning("something slowed the baseline", caveat="something slowed the baseline"),
+    "repeats-differ": Meaning("repeats of a prompt are faster than new prompts"),
     "cache-differs": Meaning(
         "one server had more of the prompts in its cache",
         caveat="the servers' prompt caches differed",
     ),
     "conditions-differ": Meaning("compared by --force", caveat="the conditions differ (--force)"),
+    "runs-apart": Meaning(
+        "runs of different times, so that drift is not cancelled",
+        caveat="the runs are of different times",
+    ),
+    "busy": Meaning("requests of others ran", caveat="a server was busy with requests of others"),
     "foreign-traffic": Meaning(
         "somebody else used the server", caveat="another client used a server"
     ),
     "counter-reset": Meaning("the server was restarted", caveat="a server was restarted"),
     "baseline-drafting": Meaning("the baseline drafts", caveat="the baseline drafts too"),
     "interrupted": Meaning("not all was measured", caveat="the measurement was interrupted"),
-    "not-drafting": Meaning("nothing was drafted", withholds=True),
-    "busy": Meaning("requests of others ran at the start"),
+    "few-prompts": Meaning(
+        "too few prompts for an interval, or for a sure one",
+        caveat="there are few prompts",
+    ),
+    "stream-differs": Meaning("one server streamed and the other did not"),
+    "timings-doubtful": Meaning("a server's own times contradict the answer's"),
+    "metrics-unavailable": Meaning("no use could be made of the metrics page"),
+    "sources-disagree": Meaning("answers and counters tell different drafts"),
+    "rate-above-one": Meaning("more accepted than drafted"),
+    "lifetime-only": Meaning("acceptance is told since the server's start only"),
     "queueing": Meaning("requests waited inside the server"),
     "waited": Meaning("requests waited for a 503 or 429"),
     "undecodable-text": Meaning("bytes that are no UTF-8"),
     "usage-missing": Meaning("no token counts of the server's own"),
-    "same-server": Meaning("both arms are one server"),
-    "model-differs": Meaning("the servers name different models"),
     "context-differs": Meaning("the servers hold different context lengths"),
-    "quantization-differs": Meaning("the servers tell different quantizations"),
     "build-differs": Meaning("the servers are different builds"),
-    "few-prompts": Meaning("too few prompts for an interval, or for a sure one"),
     "stalls": Meaning("repeats far from their prompt's median"),
 }
 # Findings that may be why texts differ.
@@ -350,6 +382,14 @@ def plural(count: int, words: str) -> str:
     if count == 1:
         return f"{count} {words}"
     return f"{count} {words}s"
+
+
+def duration_words(seconds: float) -> str:
+    """ "40 s", "12 min", "2.5 h", "3 days"."""
+    for unit, words in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {words}"
+    return f"{seconds:.0f} s"
 
 
 def loads(text: str) -> Any:
@@ -1588,6 +1628,8 @@ class Answer:
     statistics: JSON = field(default_factory=dict)
     streamed: bool = False
     undecodable: bool = False
+    silent_tokens: int = 0  # counted, told as no reasoning, and without any text
+    timings_doubtful: bool = False  # the server's own times contradict latency or usage
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -3988,25 +4030,38 @@ class Drafts:
 
 
 def drafts_of(run: Run) -> Drafts:
-    """Acceptance from the answers, completed by the counters where both speak of the same ones."""
+    """Acceptance from the answers, completed by the counters where both speak of the same ones.
+
+    A failed request's drafts are in the counters and its tokens nowhere: its block does not count.
+    """
     answers = run.answers.values()
     growth = added_growth([block_growth(b.before, b.after, b.tokens) for b in run.counted])
-    block_answers = sum(block.answers for block in run.counted)
-    counted = acceptance_of_counters(growth, block_answers)
+    whole = [block for block in run.counted if not block.failed]
+    block_answers = sum(block.answers for block in whole)
+    tokens = sum_known(block.tokens for block in whole)
+    counted = acceptance_of_blocks(whole, growth if len(whole) == len(run.counted) else None)
     told = acceptance_told(answers, is_counted=counted is not None)
     if told is not None:
         with_tokens = sum(answer.completion_tokens != 0 for answer in answers)
         speaks_of_these = block_answers == with_tokens
         best, disagreement = joined_acceptance(told, counted if speaks_of_these else None)
-        tokens = sum_known(answer.completion_tokens for answer in answers)
-        of_answers = best and replace(best, tokens=tokens, answers=with_tokens)
+        received = sum_known(answer.completion_tokens for answer in answers)
+        of_answers = best and replace(best, tokens=received, answers=with_tokens)
         return Drafts(of_answers, growth, disagreement)
     if counted is None:
         return Drafts(None, growth)
-    tokens = sum_known(block.tokens for block in run.counted)
     if run.conditions["shared_server"] and run.conditions["arm_extras"]:
         tokens = None  # the drafts are of this arm alone, the tokens of another arm too
     return Drafts(replace(counted, tokens=tokens, answers=block_answers), growth)
+
+
+def acceptance_of_blocks(
+    blocks: Sequence[Counted], growth: Optional[Growth]
+) -> Optional[Acceptance]:
+    """What the counters around these blocks tell; `growth` where it is known already."""
+    if growth is None:
+        growth = added_growth([block_growth(b.before, b.after, b.tokens) for b in blocks])
+    return acceptance_of_counters(growth, sum(block.answers for block in blocks))
 
 
 def acceptance_told(answers: Collection[Answer], is_counted: bool) -> Optional[Acceptance]:
@@ -4044,7 +4099,7 @@ class Unit(NamedTuple):
     clock: Optional[str] = None
 
 
-Units = dict[Hashable, Unit]
+Units = dict[tuple[Any, int], Unit]  # by pair, under load by block: the repeat stands second
 
 
 def clock_of(source: Optional[str]) -> str:
@@ -4082,7 +4137,12 @@ def log_rates(units: Units) -> list[list[float]]:
 
 
 def log_ratios(baseline: Units, candidate: Units) -> list[list[float]]:
-    """ln(candidate tokens/s) - ln(baseline tokens/s), by group, where both had one clock."""
+    """ln(candidate tokens/s) - ln(baseline tokens/s): the repeats of each group."""
+    return list(log_ratios_by_group(baseline, candidate).values())
+
+
+def log_ratios_by_group(baseline: Units, candidate: Units) -> dict[Hashable, list[float]]:
+    """The same by group, where both had one kind of clock."""
     groups: dict[Hashable, list[float]] = {}
     for key, unit in candidate.items():
         other = baseline.get(key)
@@ -4091,7 +4151,7 @@ def log_ratios(baseline: Units, candidate: Units) -> list[list[float]]:
         rate, base = ratio_of(unit.tokens, unit.seconds), ratio_of(other.tokens, other.seconds)
         if rate and base:
             groups.setdefault(unit.group, []).append(math.log(rate) - math.log(base))
-    return list(groups.values())
+    return groups
 
 
 def spread_of(values: Sequence[float]) -> Optional[Spread]:
@@ -4203,11 +4263,42 @@ def arm_findings(run: Run, arm: Arm) -> Iterator[Finding]:
     yield from run.conditions["findings"]
     yield from counter_findings(run, arm.drafts)
     yield from acceptance_findings(run, arm)
+    yield from count_findings(run, arm)
     yield from traffic_findings(run)
     yield from answer_findings(run)
+    yield from failure_findings(run)
     if run.interrupted:
         requests = plural(len(run.readings), "request")
         yield finding("interrupted", f"interrupted after {requests} of this arm")
+
+
+def failure_findings(run: Run) -> Iterator[Finding]:
+    """A server that fails where it is slow looks fast in what is left."""
+    failed, requests = sum(r.answer is None for r in run.readings), len(run.readings)
+    if failed:
+        words = f"{failed} of {requests} requests failed ({failed / requests:.0%})"
+        yield finding("failed-requests", words, count=failed, caveat=f"{run.arm}: {words}")
+
+
+def count_findings(run: Run, arm: Arm) -> Iterator[Finding]:
+    """Token counts that cannot be: they would make a speed out of nothing."""
+    answers = run.answers.values()
+    total = sum(answer.completion_tokens or 0 for answer in answers)
+    limit = as_count(run.conditions["request"].get("max_tokens"))
+    above = [a.completion_tokens or 0 for a in answers] if limit is not None else []
+    beyond = sum(count for count in above if count > (limit or 0) + 1)
+    silent = sum(answer.silent_tokens for answer in answers)
+    accepted = arm.drafts.acceptance.accepted if arm.drafts.acceptance else None
+    received = arm.drafts.acceptance.tokens if arm.drafts.acceptance else None
+    if beyond > MISCOUNT_SHARE * total:
+        words = f"answers of more tokens than the {limit} asked for"
+        yield finding("counts-wrong", words, caveat=f"{run.arm} counts {words}")
+    if silent > MISCOUNT_SHARE * total:
+        words = f"{silent} tokens counted in answers without text"
+        yield finding("counts-wrong", words, caveat=f"{run.arm}: {words}")
+    if accepted is not None and received is not None and accepted > received:
+        words = f"{accepted} draft tokens accepted in {received} tokens received"
+        yield finding("counts-wrong", words, caveat=f"{run.arm}: {words}")
 
 
 def counter_findings(run: Run, drafts: Drafts) -> Iterator[Finding]:
@@ -4255,6 +4346,14 @@ def traffic_findings(run: Run) -> Iterator[Finding]:
             "used it, so speeds, counters and text may be disturbed"
         )
         yield finding("foreign-traffic", words, foreign_tokens=extra)
+    running = [others_requests(block.before) for block in run.counted]
+    disturbed = sum(count > 0 for count in running)
+    if disturbed and 2 * disturbed >= len(running):
+        words = (
+            f"requests of others were running or waiting before {disturbed} of {len(running)} "
+            f"blocks (up to {max(running):.0f} at once)"
+        )
+        yield finding("busy", words, count=disturbed)
     peak = max((block.waiting or 0.0 for block in run.counted), default=0.0)
     if peak:
         words = (
@@ -4264,14 +4363,21 @@ def traffic_findings(run: Run) -> Iterator[Finding]:
         yield finding("queueing", words, waiting=peak)
 
 
+def others_requests(page: Snapshot) -> float:
+    """Requests that run or wait at a moment at which this program has none."""
+    return (page.running() or 0.0) + (page.waiting() or 0.0)
+
+
 def answer_findings(run: Run) -> Iterator[Finding]:
     """What was odd about the answers of one arm."""
     answers = run.answers.values()
     undecodable = sum(answer.undecodable for answer in answers)
     uncounted = sum(answer.completion_tokens is None for answer in answers)
     waited = sum(reading.waited_s > 0 for reading in run.readings)
+    doubtful = sum(answer.timings_doubtful for answer in answers)
     rates = "rates are left out, never guessed"
     for name, count, words in (
+        ("timings-doubtful", doubtful, "answers came with times that cannot be; they are not used"),
         ("undecodable-text", undecodable, "answers held bytes that are no UTF-8, shown as U+FFFD"),
         ("usage-missing", uncounted, f"answers came without a token count of their own; {rates}"),
         ("waited", waited, "requests had to wait for a 503 or 429 first (not timed)"),
@@ -4281,16 +4387,23 @@ def answer_findings(run: Run) -> Iterator[Finding]:
 
 
 def foreign_tokens(run: Run) -> Optional[int]:
-    """How many tokens more were generated than received; None where unknown, or where too few."""
+    """How many tokens more were generated than received; None where unknown, or where too few.
+
+    A failed request may have brought up to `max_tokens` that were generated and not received.
+    """
     received = sum_known(block.tokens for block in run.counted)
-    failed = any(reading.answer is None for reading in run.readings)
-    if not run.counted or received is None or run.interrupted or failed:
+    if not run.counted or received is None or run.interrupted:
+        return None
+    failed = sum(reading.answer is None for reading in run.readings)
+    limit = as_count(run.conditions["request"].get("max_tokens"))
+    if failed and limit is None:
         return None
     whole = counter_growth(run.counted[0].before, run.counted[-1].after)
     if run.conditions["shared_server"]:  # between this arm's blocks the other arm used it
         whole = added_growth([counter_growth(b.before, b.after) for b in run.counted])
     generated = generated_tokens(whole)
-    if generated is None or generated <= received * (1 + FOREIGN_SHARE):
+    explained = received * (1 + FOREIGN_SHARE) + failed * (limit or 0)
+    if generated is None or generated <= explained:
         return None
     return round(generated - received)
 
@@ -4432,14 +4545,108 @@ def pair_findings(baseline: Arm, candidate: Arm, logs: Logs) -> Iterator[Finding
     if not noise:
         yield from cache_findings(baseline, candidate)
     yield from server_differences(baseline.conditions, candidate.conditions)
+    yield from miscount_findings(baseline.run, candidate.run)
+    yield from slow_baseline_findings(baseline, candidate)
+    yield from time_findings(baseline.conditions, candidate.conditions)
     yield from sample_findings(logs, under_load=baseline.conditions["concurrency"] > 1)
-    for arm in (baseline, candidate):  # these may be why texts differ, so they stand here too
+    for arm in (baseline, candidate):
         for entry in arm.findings:
-            if entry["finding"] in DISTURBANCES:
+            meaning = FINDINGS[entry["finding"]]
+            # these belong to the comparison too; an interruption is told for both at once
+            if meaning.caveat and entry["finding"] != "interrupted":
                 yield {**entry, "detail": f"{arm.name}: {entry['detail']}"}
     if baseline.run.interrupted or candidate.run.interrupted:
         words = "the measurement was interrupted; this is what was finished"
         yield finding("interrupted", words)
+
+
+def miscount_findings(baseline: Run, candidate: Run) -> Iterator[Finding]:
+    """The same text has the same number of tokens, or one of the servers miscounts."""
+    theirs = candidate.shared
+    more = total = 0
+    for pair, own in baseline.shared.items():
+        counts = (own.completion_tokens, theirs[pair].completion_tokens)
+        if own.texts == theirs[pair].texts and any(own.texts) and None not in counts:
+            more += abs((counts[0] or 0) - (counts[1] or 0))
+            total += max(counts[0] or 0, counts[1] or 0)
+    if more > MISCOUNT_SHARE * total:
+        words = f"identical texts differ by {more / total:.0%} in their token counts"
+        yield finding("counts-wrong", words, caveat=words)
+
+
+def slow_baseline_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
+    """Reading a prompt costs both servers the same, and verifying drafts no less than a plain step."""
+    if baseline.conditions["concurrency"] > 1:
+        return
+    mine, theirs = (first_ttft_s(arm.run) for arm in (baseline, candidate))
+    if mine and theirs and caches_alike(baseline.run, candidate.run):
+        if mine > IMPLAUSIBLE_TTFT * theirs and mine - theirs >= LEAST_DELAY_S:
+            words = (
+                f"its first tokens came after {1000 * mine:.0f} ms, {candidate.name}'s after "
+                f"{1000 * theirs:.0f} ms, for the same prompts"
+            )
+            yield implausible(words)
+            return
+    why = why_of(baseline, candidate)
+    decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
+    if why.step_cost is None or why.step_cost >= IMPLAUSIBLE_STEP or not decode or not decode.low:
+        return
+    if (why.tokens_per_step or 0.0) / decode.low < 1:
+        yield implausible(f"a step with drafts took {why.step_cost:.2f} of its plain steps")
+
+
+def implausible(words: str) -> Finding:
+    """Something slowed the baseline, as this shows."""
+    caveat = f"something slowed the baseline: {words}"
+    return finding("implausible", f"{caveat}; the ratio is too high", caveat=caveat)
+
+
+def first_ttft_s(run: Run) -> Optional[float]:
+    """The median time to the first token over the first repeats, in seconds."""
+    times = [
+        answer.ttft_s
+        for (_, repeat), answer in run.shared.items()
+        if repeat == 0 and answer.ttft_s is not None
+    ]
+    return median(times) if times else None
+
+
+def caches_alike(baseline: Run, candidate: Run) -> bool:
+    """Whether neither server had more of the prompts in its cache, as far as they tell."""
+    gap = cache_gap(baseline, candidate)
+    return gap is None or gap[0] <= CACHE_SHARE
+
+
+def cache_gap(baseline: Run, candidate: Run) -> Optional[tuple[float, int, int]]:
+    """(share of the prompt tokens, baseline's, candidate's): prompt tokens that came from the cache.
+
+    An engine that leaves them out where there are none (vLLM) has 0 there, if any answer told some.
+    """
+    answers = [list(run.shared.values()) for run in (baseline, candidate)]
+    if not any(answer.cached_tokens is not None for own in answers for answer in own):
+        return None
+    mine, theirs = (sum(answer.cached_tokens or 0 for answer in own) for own in answers)
+    prompt = sum(answer.prompt_tokens or 0 for answer in answers[0])
+    return (abs(mine - theirs) / prompt if prompt else 0.0), mine, theirs
+
+
+def time_findings(a: Conditions, b: Conditions) -> Iterator[Finding]:
+    """Runs of different times; and one arm streamed where the other was not."""
+    if a["stream"] != b["stream"]:
+        words = "one server was asked for streamed answers, the other was not"
+        yield finding("stream-differs", words)
+    if a["run_id"] == b["run_id"]:
+        return
+    try:
+        times = [datetime.datetime.fromisoformat(side["recorded_at"]) for side in (a, b)]
+        apart = abs((times[1] - times[0]).total_seconds())
+    except (ValueError, TypeError):  # one without a zone, or no time at all
+        apart = None
+    words = "at different times"
+    if apart is not None:
+        words = f"{duration_words(apart)} apart"
+    caveat = f"the runs were measured {words}"
+    yield finding("runs-apart", f"{caveat}; drift between them is not cancelled", caveat=caveat)
 
 
 def drafting_findings(baseline: Arm, candidate: Arm, noise: bool) -> Iterator[Finding]:
@@ -4448,7 +4655,8 @@ def drafting_findings(baseline: Arm, candidate: Arm, noise: bool) -> Iterator[Fi
         words = "only the request fields differ, and its counters are of both arms together"
         if noise:
             words = "this measures the noise, not speculation"
-        yield finding("same-server", f"both arms are the same server: {words}", noise=noise)
+        found = finding("same-server", f"both arms are the same server: {words}", noise=noise)
+        yield {**found, "withholds": noise}
     elif baseline.drafts.seen:
         words = "the baseline server drafts too, so this is no comparison with plain decoding"
         yield finding("baseline-drafting", words)
@@ -4462,13 +4670,10 @@ def drafting_findings(baseline: Arm, candidate: Arm, noise: bool) -> Iterator[Fi
 
 def cache_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
     """Where one server had more of the prompts in its cache than the other."""
-    mine, theirs = (
-        sum_known(answer.cached_tokens for answer in arm.run.shared.values())
-        for arm in (baseline, candidate)
-    )
-    prompt = sum(answer.prompt_tokens or 0 for answer in baseline.run.shared.values())
-    if mine is None or theirs is None or abs(mine - theirs) <= max(0.01 * prompt, 1):
+    gap = cache_gap(baseline.run, candidate.run)
+    if gap is None or gap[0] <= CACHE_SHARE:
         return
+    _, mine, theirs = gap
     words = (
         f"prompt tokens from the cache: baseline {mine}, {candidate.name} {theirs}; restart both "
         "servers, or switch the cache off (llama.cpp: --extra-body '{\"cache_prompt\": false}')"
@@ -4478,28 +4683,60 @@ def cache_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
 
 def server_differences(a: Conditions, b: Conditions) -> Iterator[Finding]:
     """Where the two servers differ in what they tell of themselves."""
+    yield from model_findings(a, b)
     builds = [f"{side['engine']} {side['engine_version']}" for side in (a, b)]
     mine, theirs = a["server"], b["server"]
+    sizes = mine.get("tensor_parallel"), theirs.get("tensor_parallel")
     for name, words, own, other in (
-        ("model-differs", "model", a["model"], b["model"]),
         ("context-differs", "context length", mine.get("context"), theirs.get("context")),
-        (
-            "quantization-differs",
-            "quantization",
-            mine.get("quantization"),
-            theirs.get("quantization"),
-        ),
-        (
-            "build-differs",
-            "tensor parallel size",
-            mine.get("tensor_parallel"),
-            theirs.get("tensor_parallel"),
-        ),
+        ("build-differs", "tensor parallel size", *sizes),
         ("build-differs", "build", *builds),
     ):
         if own != other and own is not None and other is not None:
-            detail = f"{words}: baseline {own}, {b['arm']} {other}"
-            yield finding(name, detail, baseline=own, speculative=other)
+            yield difference_finding(name, words, own, other, b["arm"])
+
+
+def difference_finding(
+    name: str, words: str, own: object, other: object, arm: str, **more: Any
+) -> Finding:
+    """What the baseline tells, and what the candidate tells in its place."""
+    detail = f"{words}: baseline {own}, {arm} {other}"
+    return finding(name, detail, baseline=own, speculative=other, **more)
+
+
+def model_findings(a: Conditions, b: Conditions) -> Iterator[Finding]:
+    """Whether the servers hold one model, in three grades.
+
+    Another model (quantization, or more than a tenth more parameters) leaves no verdict; another
+    file may hold draft heads beside the same target; another name alone is a router's setting.
+    """
+    mine, theirs, arm = a["server"], b["server"], b["arm"]
+    kinds = mine.get("quantization"), theirs.get("quantization")
+    if None not in kinds and kinds[0] != kinds[1]:
+        yield difference_finding("quantization-differs", "quantization", *kinds, arm)
+    sizes = mine.get("parameters"), theirs.get("parameters")
+    if sizes[0] and sizes[1] and max(sizes[0], sizes[1]) > 1.1 * min(sizes[0], sizes[1]):
+        yield difference_finding("model-differs", "parameters", *sizes, arm, grade="model")
+        return
+    for key, words in MODEL_FILES:
+        own, other = mine.get(key), theirs.get(key)
+        if own != other and own is not None and other is not None:
+            caveat = f"the model files differ ({own}, {other})"
+            found = difference_finding("model-differs", words, own, other, arm, grade="file")
+            yield {**found, "caveat": caveat, "withholds": False}
+            return
+    if a["model"] != b["model"]:
+        found = difference_finding("model-differs", "name", a["model"], b["model"], arm)
+        yield {**found, "grade": "name", "withholds": False}
+
+
+# What tells one file of a model from another, the plainest first.
+MODEL_FILES: tuple[tuple[Literal["model_file", "root", "parameters", "model_bytes"], str], ...] = (
+    ("model_file", "model file"),
+    ("root", "model root"),
+    ("parameters", "parameters"),
+    ("model_bytes", "size in bytes"),
+)
 
 
 def sample_findings(logs: Logs, under_load: bool) -> Iterator[Finding]:
@@ -4528,42 +4765,174 @@ class Comparison:
 
     baseline: Arm
     candidate: Arm
-    logs: Logs
-    speed: Optional[Estimate]
-    verdict: Optional[str]  # None where nothing was drafted, so that nothing can be said
+    logs: Logs  # of all repeats
+    memory: Optional[Memory]  # what made repeats faster than new prompts, if anything
+    speed: Optional[Estimate]  # of the first repeats alone where a server remembered
+    verdict: Optional[str]  # None where it is withheld
     texts: Texts
     why: Why
+    withheld: Optional[str] = None
     findings: tuple[Finding, ...] = ()
     parts: dict[str, Comparison] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What a server remembered of prompts that it had answered before."""
+
+    arm: str
+    kind: str  # "prompt-cache" or "drafter"
+
+
+def memory_of_repeats(run: Run) -> Optional[Memory]:
+    """Whether a server remembered, told by what it did, never by testing the ratios.
+
+    A test misses what stalls hide: with a memory worth 5 to 10% the interval then held the truth
+    in 60 to 88% of simulated runs.
+    """
+    first: dict[int, Answer] = {}
+    later: dict[int, list[Answer]] = {}
+    for (prompt, repeat), answer in run.shared.items():
+        if repeat == 0:
+            first[prompt] = answer
+        else:
+            later.setdefault(prompt, []).append(answer)
+    both = [(first[prompt], repeats) for prompt, repeats in later.items() if prompt in first]
+    if not both:
+        return None
+    if drafter_remembered(both):
+        return Memory(run.arm, "drafter")
+    return Memory(run.arm, "prompt-cache") if cache_remembered(both) else None
+
+
+Repeats = Sequence[tuple[Answer, Sequence[Answer]]]  # the first answer of a prompt, and the later
+
+
+def drafter_remembered(both: Repeats) -> bool:
+    """Whether later repeats had more draft tokens accepted: by more than 5%, and more than 4."""
+    first = later = 0.0
+    for cold, warm in both:
+        told = [acceptance_of_answer(answer.statistics) for answer in (cold, *warm)]
+        accepted = [each.accepted for each in told if each and each.accepted is not None]
+        if len(accepted) == len(told):
+            first += accepted[0]
+            later += math.fsum(accepted[1:]) / len(warm)
+    return later > 1.05 * first and later - first > 4
+
+
+def cache_remembered(both: Repeats) -> bool:
+    """Whether later repeats had their prompts in the cache, or started as if they had."""
+    cold = [answer for answer, _ in both]
+    warm = [answer for _, repeats in both for answer in repeats]
+    cached = [answer.cached_tokens for answer in (*cold, *warm)]
+    if any(count is not None for count in cached):
+        prompt = mean_of([answer.prompt_tokens or 0 for answer in cold])
+        more = mean_of(cached[len(cold) :]) - mean_of(cached[: len(cold)])
+        return more > CACHE_SHARE * prompt
+    before = [answer.ttft_s for answer in cold if answer.ttft_s is not None]
+    after = [answer.ttft_s for answer in warm if answer.ttft_s is not None]
+    if not before or not after:
+        return False
+    saved_s = median(before) - median(after)
+    return saved_s >= LEAST_DELAY_S and median(after) < 0.8 * median(before)
+
+
+def mean_of(counts: Sequence[Optional[int]]) -> float:
+    """The mean, with 0 for what is not told beside others that are."""
+    return sum(count or 0 for count in counts) / len(counts)
+
+
+def first_repeats(units: Units) -> Units:
+    """The units of the first time that each prompt was asked."""
+    return {key: unit for key, unit in units.items() if key[1] == 0}
+
+
+def memory_findings(comparison: Comparison, min_gain: float) -> Iterator[Finding]:
+    """What a server remembered, with the ratio and the acceptance of first and of later repeats."""
+    memory, baseline, candidate = comparison.memory, comparison.baseline, comparison.candidate
+    if memory is None:
+        return
+    cold = over_prompts(log_ratios(first_repeats(baseline.units), first_repeats(candidate.units)))
+    later = {key: unit for key, unit in candidate.units.items() if key[1] > 0}
+    warm = over_prompts(log_ratios(baseline.units, later))
+    if cold is None or warm is None:
+        return
+    rates = [repeat_rate(candidate.run, is_first) for is_first in (True, False)]
+    told = ""
+    if None not in rates:
+        told = f" (acceptance {rates[0]:.2f} and {rates[1]:.2f})"
+    kinds = {"drafter": "drafter", "prompt-cache": "prompt cache"}
+    words = (
+        f"the {kinds[memory.kind]} of {memory.arm} remembers prompts: {cold.ratio:.2f}x the first "
+        f"time, {warm.ratio:.2f}x in later repeats{told}; the first repeats are judged"
+    )
+    found = finding("repeats-differ", words, memory=memory.kind)
+    all_repeats = verdict_of(over_prompts(comparison.logs), min_gain)
+    if memory.kind == "drafter" and all_repeats != verdict_of(cold, min_gain):
+        found["caveat"] = f"repeats of a prompt are faster than new ones ({warm.ratio:.2f}x)"
+    yield found
+
+
+def repeat_rate(run: Run, is_first: bool) -> Optional[float]:
+    """Accepted / drafted in the first, or in the later, repeats; None where answers do not tell."""
+    told = [
+        acceptance_of_answer(answer.statistics)
+        for (_, repeat), answer in run.shared.items()
+        if (repeat == 0) == is_first
+    ]
+    total = added_acceptance([each for each in told if each is not None])
+    return ratio_of(total.accepted, total.drafted) if total else None
+
+
 def compare(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
     """Everything that is said about a candidate beside the baseline, by kind of work too."""
-    whole = compare_part(baseline, candidate, min_gain)
+    memory = None
+    if baseline.conditions["concurrency"] == 1:
+        memory = memory_of_repeats(candidate.run) or memory_of_repeats(baseline.run)
+    whole = compare_part(baseline, candidate, memory, min_gain)
+    findings = (
+        *pair_findings(baseline, candidate, whole.logs),
+        *memory_findings(whole, min_gain),
+    )
+    withheld = withheld_by(findings)
     one_kind = len(baseline.parts) == 1 and list(baseline.parts) == list(candidate.parts)
     parts = {}
     for name, mine in baseline.parts.items():
         part = whole
         if not one_kind:  # where --force compares other prompts, the candidate may lack this kind
             other = candidate.parts.get(name) or part_from(candidate.run.only(name))
-            part = compare_part(mine, other, min_gain)
-        verdict = part.verdict if whole.verdict else None  # none where there is none on the whole
-        parts[name] = replace(part, verdict=verdict)
-    findings = tuple(pair_findings(baseline, candidate, whole.logs))
-    return replace(whole, parts=parts, findings=findings)
+            part = compare_part(mine, other, memory, min_gain)
+        idle = part.candidate.drafts.seen is False and withheld != "same-server"
+        parts[name] = replace(part, verdict=None if withheld or idle else part.verdict)
+    verdict = None if withheld else whole.verdict
+    return replace(whole, parts=parts, findings=findings, verdict=verdict, withheld=withheld)
 
 
-def compare_part(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
+def withheld_by(findings: Sequence[Finding]) -> Optional[str]:
+    """Why there is no verdict, None where there is one: the first reason in the order of FINDINGS."""
+    reasons = {
+        entry["finding"]: FINDINGS[entry["finding"]].withholds
+        for entry in findings
+        if entry.get("withholds", True)
+    }
+    return next((reasons[name] for name in FINDINGS if reasons.get(name)), None)
+
+
+def compare_part(
+    baseline: Arm, candidate: Arm, memory: Optional[Memory], min_gain: float
+) -> Comparison:
     """Speeds, verdict and texts of one kind of work, or of all."""
-    logs = log_ratios(baseline.units, candidate.units)
-    speed = over_prompts(logs)
-    idle = candidate.drafts.seen is False and not noise_check(baseline.run, candidate.run)
+    logs = judged = log_ratios(baseline.units, candidate.units)
+    if memory:
+        judged = log_ratios(first_repeats(baseline.units), first_repeats(candidate.units))
+    speed = over_prompts(judged)
     return Comparison(
         baseline=baseline,
         candidate=candidate,
         logs=logs,
+        memory=memory,
         speed=speed,
-        verdict=None if idle else verdict_of(speed, min_gain),
+        verdict=verdict_of(speed, min_gain),
         texts=compare_texts(baseline.run, candidate.run, baseline.agreement.unstable),
         why=why_of(baseline, candidate),
     )
@@ -4626,6 +4995,12 @@ class Interval(TypedDict):
     prompts: int
 
 
+class Speedup(Interval, total=False):
+    """The ratio that is judged; since 1.1 `rests_on` is "all" repeats, or "first-repeats" alone."""
+
+    rests_on: str
+
+
 class SpeedInterval(TypedDict):
     """The same of a plain speed."""
 
@@ -4667,14 +5042,18 @@ class Finding(_NamedFinding, total=False):
     baseline: object
     count: int
     fields: list[str]
+    caveat: str  # what the last line says, in place of the general words
     foreign_tokens: int
+    grade: str
     mean_length: float
+    memory: str
     noise: bool
     prompts: int
     rate: float
     requests: float
     speculative: object
     waiting: float
+    withholds: bool
 
 
 class About(TypedDict, total=False):
@@ -4683,8 +5062,12 @@ class About(TypedDict, total=False):
     cache_tokens: int
     context: int
     lifetime_accept_length: float
+    model_bytes: int
+    model_file: str
+    parameters: int
     quantization: object
     resident_bytes: int
+    root: str
     slots: int
     tensor_parallel: int
 
@@ -4863,7 +5246,7 @@ class Compared(TypedDict):
 
     baseline_tokens_per_s: Optional[float]
     speculative_tokens_per_s: Optional[float]
-    speedup: Optional[Interval]
+    speedup: Optional[Speedup]
     verdict: Optional[str]
     acceptance: Optional[AcceptanceRecord]
 
@@ -4891,6 +5274,9 @@ class _Comparison(RunFacts, Compared):
     decode_speedup: Optional[Interval]
     min_gain: float
     more_prompts: Optional[str]
+    more_repeats: Optional[int]
+    prompt_log_ratios: list[Optional[float]]
+    verdict_withheld: Optional[str]
     workloads: list[WorkloadComparison]
     break_even: BreakEven
     latency_p50_s: Latencies
@@ -5104,6 +5490,14 @@ def interval_record(found: Optional[Estimate]) -> Optional[Interval]:
     }
 
 
+def speedup_record(comparison: Comparison) -> Optional[Speedup]:
+    """The ratio that is judged, with the repeats that it rests on."""
+    interval = interval_record(comparison.speed)
+    if interval is None:
+        return None
+    return {**interval, "rests_on": "first-repeats" if comparison.memory else "all"}
+
+
 def speed_record(found: Optional[Estimate]) -> Optional[SpeedInterval]:
     """The same statistics of a plain speed."""
     if found is None:
@@ -5243,7 +5637,7 @@ def compared_record(comparison: Comparison) -> Compared:
     return {
         "baseline_tokens_per_s": comparison.baseline.figures.tokens_per_s,
         "speculative_tokens_per_s": comparison.candidate.figures.tokens_per_s,
-        "speedup": interval_record(comparison.speed),
+        "speedup": speedup_record(comparison),
         "verdict": comparison.verdict,
         "acceptance": comparison.candidate.acceptance,
     }
@@ -5293,7 +5687,8 @@ def comparison_record(
     baseline, candidate = comparison.baseline, comparison.candidate
     about, base = candidate.conditions, baseline.conditions
     decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
-    undecided = comparison.verdict == "undecided"
+    judged = judged_logs(comparison)
+    undecided = comparison.verdict == "undecided" and about["concurrency"] == 1
     told: _Comparison = {
         **run_facts(candidate, comparison_label(judging.label, candidate.name)),
         **compared_record(comparison),
@@ -5303,7 +5698,10 @@ def comparison_record(
         "speedup_these_prompts": interval_record(over_repeats(comparison.logs)),
         "decode_speedup": interval_record(decode),
         "min_gain": judging.min_gain,
-        "more_prompts": more_prompts(comparison.logs, judging.min_gain) if undecided else None,
+        "more_prompts": more_prompts(judged, judging.min_gain) if undecided else None,
+        "more_repeats": more_repeats(comparison, judging.min_gain),
+        "prompt_log_ratios": prompt_log_ratios(comparison),
+        "verdict_withheld": comparison.withheld,
         "workloads": [workload_comparison(*part) for part in comparison.parts.items()],
         "break_even": break_even_record(comparison, fit_of([c.why for c in level.comparisons])),
         "latency_p50_s": {"baseline": median_s(baseline), "speculative": median_s(candidate)},
@@ -5319,6 +5717,37 @@ def comparison_record(
     if base["model"] != about["model"]:
         record["baseline_model"] = base["model"]
     return record
+
+
+def judged_logs(comparison: Comparison) -> Logs:
+    """The log ratios that the verdict rests on."""
+    if comparison.memory is None:
+        return comparison.logs
+    return log_ratios(
+        first_repeats(comparison.baseline.units), first_repeats(comparison.candidate.units)
+    )
+
+
+def more_repeats(comparison: Comparison, min_gain: float) -> Optional[int]:
+    """Under load: how many more repeats might settle it, each adding a pair of blocks a kind of work."""
+    about = comparison.candidate.conditions
+    if comparison.verdict != "undecided" or about["concurrency"] == 1:
+        return None
+    blocks = more_prompts(comparison.logs, min_gain)
+    return math.ceil(int(blocks) / len(comparison.parts)) if blocks and blocks.isdigit() else None
+
+
+def prompt_log_ratios(comparison: Comparison) -> list[Optional[float]]:
+    """ln of each prompt's ratio, the median of its judged repeats, in prompt order; 4 digits."""
+    about = comparison.baseline.conditions
+    if about["concurrency"] > 1:
+        return []
+    baseline, candidate = comparison.baseline.units, comparison.candidate.units
+    if comparison.memory:
+        baseline, candidate = first_repeats(baseline), first_repeats(candidate)
+    by_prompt = log_ratios_by_group(baseline, candidate)
+    found = [by_prompt.get(index) for index in range(len(about["prompts"]))]
+    return [round(median(logs), 4) if logs else None for logs in found]
 
 
 def comparison_label(label: str, candidate: str) -> str:
@@ -5389,6 +5818,13 @@ def read_json_lines(path: str, warn: Say) -> Iterator[tuple[int, JSON]]:
 RECORD_SHAPES: dict[object, Any] = {"endpoint": EndpointRecord, "comparison": ComparisonRecord}
 
 
+# Keys of 1.1, as they are for a record of 1.0.
+SINCE_1_0: dict[object, JSON] = {
+    "endpoint": {},
+    "comparison": {"verdict_withheld": None, "more_repeats": None, "prompt_log_ratios": []},
+}
+
+
 def read_records(path: str, warn: Say) -> list[Record]:
     """The sound records of a notebook; those that are damaged are named with their field."""
     records: list[Record] = []
@@ -5397,6 +5833,9 @@ def read_records(path: str, warn: Say) -> list[Record]:
             continue
         kind = line.get("kind")
         shape = RECORD_SHAPES.get(kind) if isinstance(kind, str) else None
+        if shape:
+            missing = SINCE_1_0[kind].keys() - line.keys()
+            line.update({name: SINCE_1_0[kind][name] for name in missing})
         wrong = misfit(line, shape) if shape else "kind"
         if wrong:
             which = f"the record {line.get('label')} of {line.get('recorded_at')}"
