@@ -888,9 +888,8 @@ class Engine:
 
     # Its metrics page has
     generated: tuple[str, ...] = ()  # tokens made, to be compared with those received;
-    running: str = (
-        ""  # gauges of its requests: the ends of their names, since gateways change the beginning;
-    )
+    # gauges of its requests, by the ends of their names, since gateways change the beginning;
+    running: str = ""
     waiting: str = ""
     cache_info: str = ""  # the series that has the capacity of its cache as labels;
     counters: tuple[DraftCounters, ...] = ()
@@ -1034,6 +1033,9 @@ ENGINES: tuple[Engine, ...] = (
             DraftCounters(
                 stem="sglang:",
                 steps="spec_verify_calls",
+                drafted="",
+                accepted="",
+                positions="",
                 emitted="generation_tokens",
                 derive=accepted_from_generated,
             ),
@@ -1204,6 +1206,7 @@ ENGINES: tuple[Engine, ...] = (
             DraftCounters(
                 stem="tgi_request_skipped_tokens_",
                 steps="count",
+                drafted="",
                 accepted="sum",
                 positions="bucket",
                 derive=accepted_from_histogram,
@@ -1255,7 +1258,7 @@ class Known:
         return name.endswith(self.gauges) or name.removesuffix("_total") in self.counters
 
 
-known_to = functools.cache(Known)
+known_to = functools.cache(Known)  # of a table of rows, which is itself and no other
 
 
 def recognised(banner: str, owner: Optional[str], is_listed: bool) -> Engine:
@@ -3042,6 +3045,7 @@ def unasked_endpoint(arm: ArmSettings, settings: Settings) -> Endpoint:
         option = "--baseline-url"
     api, root = base_urls(arm.url, option)
     variable = settings.key_variable
+    key = api_key(variable)
     request = {
         "max_tokens": settings.max_tokens,
         "temperature": 0.0,
@@ -3052,7 +3056,7 @@ def unasked_endpoint(arm: ArmSettings, settings: Settings) -> Endpoint:
         arm=arm.name,
         api=api,
         root=root,
-        key=api_key(variable),
+        key=key,
         key_variable=variable,
         request=request,
         stream=settings.stream,
@@ -4353,7 +4357,7 @@ def traffic_findings(run: Run) -> Iterator[Finding]:
             f"requests of others were running or waiting before {disturbed} of {len(running)} "
             f"blocks (up to {max(running):.0f} at once)"
         )
-        yield finding("busy", words, count=disturbed)
+        yield finding("busy", words, count=disturbed, requests=max(running))
     peak = max((block.waiting or 0.0 for block in run.counted), default=0.0)
     if peak:
         words = (
@@ -5114,6 +5118,7 @@ class RunFacts(TypedDict):
     repeats: int
     prompt_count: int
     prompts_sha256: str
+    order: str
     concurrency: int
     interrupted: bool
     simulated: bool
@@ -5144,7 +5149,6 @@ class EndpointRecord(RunFacts, ArmFigures):
     temperature: object
     stream: bool
     warmup: int
-    order: str
     host: Host
     tool_version: str
 
@@ -5212,10 +5216,14 @@ class TextCounts(TypedDict):
     speculative_self: SelfAgreement
 
 
-class TextComparison(TextCounts):
-    """The same with the first of the pairs that differ."""
-
+class _TextComparison(TextCounts):
     divergences: list[Divergence]
+
+
+class TextComparison(_TextComparison, total=False):
+    """The same with the first of the pairs that differ, and how many part at a near tie."""
+
+    near_ties: int
 
 
 class CostFit(TypedDict):
@@ -5527,6 +5535,7 @@ def run_facts(arm: Arm, label: str) -> RunFacts:
         "repeats": about["repeats"],
         "prompt_count": len(about["prompts"]),
         "prompts_sha256": prompts_digest(about),
+        "order": about["order"],
         "concurrency": about["concurrency"],
         "interrupted": arm.run.interrupted,
         "simulated": about["simulated"],
@@ -5578,7 +5587,6 @@ def endpoint_record(arm: Arm, label: str) -> EndpointRecord:
         "temperature": about["request"].get("temperature"),
         "stream": about["stream"],
         "warmup": about["warmup"],
-        "order": about["order"],
         "host": about["host"],
         "tool_version": about["tool_version"],
     }
@@ -5622,7 +5630,10 @@ def text_comparison(comparison: Comparison, triage: dict[str, Triage]) -> TextCo
         comparison.texts.divergences, key=lambda each: each["class"] == "unstable-baseline"
     )
     listed = [with_triage(each, triage) for each in found[:LISTED_DIVERGENCES]]
-    return {**text_counts(comparison), "divergences": listed}
+    told = [with_triage(each, triage)["triage"] for each in found]
+    near = sum(gap is not None and gap["finding"] == "near-tie" for gap in told)
+    counts: _TextComparison = {**text_counts(comparison), "divergences": listed}
+    return {**counts, "near_ties": near}
 
 
 def with_triage(found: Divergence, triage: dict[str, Triage]) -> Divergence:
@@ -5821,7 +5832,12 @@ RECORD_SHAPES: dict[object, Any] = {"endpoint": EndpointRecord, "comparison": Co
 # Keys of 1.1, as they are for a record of 1.0.
 SINCE_1_0: dict[object, JSON] = {
     "endpoint": {},
-    "comparison": {"verdict_withheld": None, "more_repeats": None, "prompt_log_ratios": []},
+    "comparison": {
+        "verdict_withheld": None,
+        "more_repeats": None,
+        "prompt_log_ratios": [],
+        "order": "paired",  # the rule; 1.0 does not tell here
+    },
 }
 
 
@@ -6360,6 +6376,8 @@ RATIO_NOTE = "Ratio: geometric mean of the paired ratios; tokens/s: all tokens o
 # What `more_prompts` holds in the records where no number of prompts is worth measuring.
 TOO_MANY_PROMPTS = "more than 100"
 
+NO_DIFFERENCE = 0.05  # an interval inside of 1 +- this shows that there is none to speak of
+
 ENDPOINT_COLUMNS = (
     "Server",
     "URL",
@@ -6607,11 +6625,19 @@ def cells_of(part: Union[WorkloadComparison, ComparisonRecord]) -> Cells:
     identical = f"{texts['identical']} of {texts['compared']}"
     return {
         **speed_cells(part),
-        "Verdict": verdict_words(part["verdict"]).lower(),
+        "Verdict": verdict_cell(part),
         "Acceptance": figure(rate_in(part)),
         "Identical": identical,
         "Completions identical": identical,
     }
+
+
+def verdict_cell(part: Compared) -> str:
+    """The verdict in a table; a dash where it is withheld for another reason than idle drafts."""
+    drafts = part["acceptance"]
+    if part["verdict"] is None and (drafts is None or drafts["drafted"] != 0):
+        return "-"
+    return verdict_words(part["verdict"]).lower()
 
 
 def speed_cells(part: Compared) -> Cells:
@@ -6634,7 +6660,8 @@ def workload_cells(part: WorkloadComparison) -> Cells:
 
 def workload_rows(record: ComparisonRecord) -> Rows:
     """A row for each kind of work and, where there are several, one for all."""
-    rows = [workload_cells(part) for part in record["workloads"]]
+    reached = [part for part in record["workloads"] if part["text_comparison"]["compared"]]
+    rows = [workload_cells(part) for part in reached or record["workloads"]]
     if len(rows) != 1:
         rows.append({"Workload": "all", **cells_of(record)})
     return picked(WORKLOAD_COLUMNS, rows)
@@ -6672,10 +6699,10 @@ def explanation_lines(record: ComparisonRecord) -> Lines:
     why = record["break_even"]
     length, cost = why["tokens_per_step"], why["step_cost"]
     start = f"Why, as to decoding: {figure(length)} tokens per target step"
-    if record["verdict"] is None:
-        yield "Why: no draft was made."
-    elif is_noise_check(record):
+    if is_noise_check(record):
         yield "Why: both arms are the same server, so there is nothing to explain."
+    elif record["verdict_withheld"] == "did-not-run":
+        yield "Why: no draft was made."
     elif why["applies"] == "no-acceptance" and length is None:
         yield "Why: not known; neither the answers nor the metrics tell what became of the drafts."
     elif cost is None:
@@ -6684,18 +6711,19 @@ def explanation_lines(record: ComparisonRecord) -> Lines:
             "the same kind of clock)."
         )
     else:
-        yield f"{start}, and a step costs {cost:.2f} target steps: {gain_words(length, cost)}."
+        yield f"{start}, and a step costs {cost:.2f} target steps: {gain_words(record['decode_speedup'])}."
         for line in reason_lines(why, cost, record["acceptance"]):
             yield f"     {line}"
 
 
-def gain_words(length: Optional[float], cost: float) -> str:
-    """Whether decoding gains by steps of this length and cost."""
-    if length is None:
-        return "whether decoding gains is not known"
-    if length > cost:
+def gain_words(decoding: Optional[Interval]) -> str:
+    """Whether decoding gains: only an interval on one side of 1 says so."""
+    limits = limits_of(decoding)
+    if limits is None or limits[0] <= 1 <= limits[1]:
+        return "whether decoding gains is not sure"
+    if limits[0] > 1:
         return "it brings more than it costs, so decoding gains"
-    return "it brings no more, so decoding does not gain"
+    return "it brings less, so decoding does not gain"
 
 
 def reason_lines(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRecord]) -> Lines:
@@ -6954,15 +6982,41 @@ def audit_lines(
 
 def caveats(record: ComparisonRecord) -> str:
     """What the line to quote must not be read without: what may have made the ratio what it is."""
-    texts, names, doubts = record["text_comparison"], finding_names(record), []
-    if texts["divergent"]:
-        doubts.append(f"the text changed in {texts['divergent']} of {texts['compared']}")
+    texts = record["text_comparison"]
+    near = texts.get("near_ties", 0)
+    changed = texts["divergent"] - texts["unstable"] - near
+    doubts = [f"the text changed in {changed} of {texts['compared']}"] if changed > 0 else []
     for name, meaning in FINDINGS.items():
-        if meaning.caveat and name in names:
-            doubts.append(meaning.caveat)
-    if not doubts:
-        return ""
-    return f"; BUT {', '.join(doubts)}"
+        entries = [entry for entry in record["audit"] if entry["finding"] == name]
+        doubts += [entry.get("caveat") or meaning.caveat or "" for entry in entries]
+    known = [words for words in dict.fromkeys(doubts) if words]
+    told = f"; BUT {', '.join(known)}" if known else ""
+    if near:
+        told += f"; {plural(near, 'text')} of {texts['compared']} part at a near tie"
+    return told
+
+
+def withheld_words(record: ComparisonRecord) -> Optional[str]:
+    """What stands in the place of a verdict, None where there is one."""
+    speed, reason = speed_words(record["speedup"]), record["verdict_withheld"]
+    if reason == "same-server" or is_noise_check(record):
+        return f"NOISE CHECK: {speed}, one server against itself"
+    if reason == "model-differs":
+        return f"NOT SPECULATION ALONE: {speed}; the models differ{differing_models(record)}"
+    if reason == "counts-wrong":
+        return f"NO VERDICT: {speed} rests on token counts that are wrong"
+    if record["verdict"] is None:
+        return "DID NOT RUN: no draft was seen, so nothing can be said about speculation"
+    return None
+
+
+def differing_models(record: ComparisonRecord) -> str:
+    """ " (F32, Q4_1)"."""
+    for entry in record["audit"]:
+        is_told = entry["finding"] in ("quantization-differs", "model-differs")
+        if is_told and entry.get("withholds", True):
+            return f" ({entry.get('baseline')}, {entry.get('speculative')})"
+    return ""
 
 
 def sentence(record: ComparisonRecord) -> str:
@@ -6970,9 +7024,8 @@ def sentence(record: ComparisonRecord) -> str:
 
     Kinds of work whose verdicts differ are named one by one: a mean would hide a loser.
     """
-    if record["verdict"] is None:
-        start = "DID NOT RUN: no draft was seen, so nothing can be said about speculation"
-    else:
+    start = withheld_words(record)
+    if start is None:
         parts = [part for part in record["workloads"] if part["prompts"]] or record["workloads"]
         if len({part["verdict"] for part in parts}) > 1:
             named = "; ".join(map(part_verdict, parts))
@@ -6984,10 +7037,10 @@ def sentence(record: ComparisonRecord) -> str:
 
 def part_verdict(part: WorkloadComparison) -> str:
     """The verdict on one kind of work among several."""
-    words = f"{verdict_words(part['verdict'])} on {part['workload']}"
+    verdict = f"{verdict_words(part['verdict'])} on {part['workload']}"
     if not part["verdict"]:
-        return words
-    return f"{words}: {speed_words(part['speedup'])}"
+        return verdict
+    return f"{verdict}: {speed_words(part['speedup'])}"
 
 
 def whole_verdict(record: ComparisonRecord, parts: Sequence[WorkloadComparison]) -> str:
@@ -6998,7 +7051,7 @@ def whole_verdict(record: ComparisonRecord, parts: Sequence[WorkloadComparison])
     prompts = f"{plural(record['prompt_count'], 'prompt')} x {record['repeats']}"
     measured = sum(part["prompts"] for part in record["workloads"])
     if record["concurrency"] == 1 and measured < record["prompt_count"]:
-        prompts = f"{measured} of {prompts}"
+        prompts = f"{measured} of {plural(record['prompt_count'], 'prompt')}"
     verdict = f"{verdict_words(record['verdict'])} {where}{load_words(record['concurrency'])}"
     return f"{verdict}: {speed_words(record['speedup'])}, {prompts}"
 
@@ -7016,16 +7069,19 @@ def comparison_lines(record: ComparisonRecord) -> Lines:
     if decoding:
         yield f"Decoding alone: {speed_words(decoding)}."
     if record["more_prompts"]:
-        yield settling_words(record["more_prompts"])
+        yield settling_words(record["more_prompts"], record["speedup"])
+    if record["more_repeats"]:
+        yield f"About {record['more_repeats']} more --repeats might settle it."
 
 
-def settling_words(more: str) -> str:
+def settling_words(more: str, speed: Optional[Interval]) -> str:
     """How many further prompts, as recorded, might settle an undecided verdict."""
+    limits = limits_of(speed)
     if more == TOO_MANY_PROMPTS:
-        return (
-            "It would take more than 100 further prompts to settle it: treat it as no practical "
-            "difference."
-        )
+        words = "It would take more than 100 further prompts to settle it"
+        if limits and 1 - NO_DIFFERENCE < limits[0] and limits[1] < 1 + NO_DIFFERENCE:
+            words += ": treat it as no practical difference"
+        return f"{words}."
     prompts = "prompt" if more == "1" else "prompts"
     return f"About {more} more {prompts} might settle it; more repeats would not."
 
@@ -7039,15 +7095,34 @@ def ranking_lines(comparisons: Sequence[ComparisonRecord]) -> Lines:
 
 def rank(record: ComparisonRecord) -> tuple[bool, bool, float]:
     """What to sort candidates by: those that drafted first, noise checks behind, then by speed."""
-    return record["verdict"] is None, is_noise_check(record), -(ratio_in(record) or 0.0)
+    idle = record["verdict_withheld"] == "did-not-run"
+    return idle, is_noise_check(record), -(ratio_in(record) or 0.0)
+
+
+def winner_line(ranked: Sequence[ComparisonRecord]) -> str:
+    """Which of several candidates is the fastest, and whether its lead is real."""
+    best, second = ranked[0], ranked[1]
+    name = best["candidate"]
+    if withheld_words(best):
+        return "BEST: none, no candidate can be judged."
+    behind = second["against_best"]
+    if behind is None:
+        return f"BEST: {name}; no other candidate can be judged."
+    lead = {
+        "real": f"faster than {second['candidate']}, and the difference is real",
+        "no difference shown": f"but no difference to {second['candidate']} is shown",
+    }.get(difference_words(behind), "too few prompts to tell it from the others")
+    return one_printable_line(f"BEST: {name} at {speed_words(best['speedup'])}, {lead}.")
 
 
 def ranking_cells(record: ComparisonRecord) -> Cells:
     """One candidate, beside the fastest one."""
     behind = record["against_best"]
-    place = speed_words(behind)
-    if behind is None:
-        place = "" if record["verdict"] is None else "first"
+    place = "first"
+    if behind:
+        place = speed_words(behind)
+    elif record["verdict"] is None:
+        place = ""
     return {
         **cells_of(record),
         "Candidate": record["candidate"],
@@ -7097,19 +7172,19 @@ def crossover_words(levels: Sequence[ComparisonRecord]) -> str:
     lost = [i for i, (_, speed) in enumerate(known) if speed["ratio"] < 1]
     deciding = known
     if not known:
-        words = "not known"
+        crossover = "not known"
     elif not lost:
-        words = "within these levels the ratio does not fall below 1"
+        crossover = "within these levels the ratio does not fall below 1"
     elif lost[0] == 0:
-        words = f"the ratio is below 1 already at {known[0][0]} at a time"
+        crossover = f"the ratio is below 1 already at {known[0][0]} at a time"
         deciding = known[:1]
     else:
         deciding = known[lost[0] - 1 : lost[0] + 1]
         above, below = (level for level, _ in deciding)
-        words = f"the ratio falls below 1 between {above} and {below} requests at a time"
+        crossover = f"the ratio falls below 1 between {above} and {below} requests at a time"
     if len(known) < len(levels) or not all(excludes_1(speed) for _, speed in deciding):
-        words += " (not sure: an interval there holds 1, or is missing)"
-    return words
+        crossover += " (not sure: an interval there holds 1, or is missing)"
+    return crossover
 
 
 def excludes_1(speed: Interval) -> bool:
@@ -7138,9 +7213,31 @@ def result_lines(result: Result) -> Lines:
     yield from memory_lines(result.endpoints)
     yield from audit_lines(result.endpoints, result.comparisons)
     yield ""
-    for record in result.comparisons:
-        name = f"{record['candidate']}: " if several else ""
+    yield from last_lines(result)
+
+
+def last_lines(result: Result) -> Lines:
+    """The lines to quote: of several candidates the best one, then each, best first."""
+    ranked = sorted(result.comparisons, key=rank)
+    if len(ranked) > 1:
+        yield winner_line(ranked)
+    for record in ranked:
+        name = f"{record['candidate']}: " if len(ranked) > 1 else ""
         yield name + sentence(record)
+    for endpoint in result.endpoints:
+        if not ranked:
+            yield single_sentence(endpoint)
+
+
+def single_sentence(record: EndpointRecord) -> str:
+    """The line to quote where one server was measured alone."""
+    is_baseline = endpoint_arm(record) == "baseline"
+    other = "--speculative-url" if is_baseline else "--baseline-url"
+    failed = f"; BUT {failure_words(record)}" if record["failed"] else ""
+    return one_printable_line(
+        f"ONE SERVER MEASURED: {figure(record['output_tokens_per_s'])} tokens/s, so the speed-up is "
+        f"unknown (next: {other}, or compare with another --save-run){failed}."
+    )
 
 
 def failure_words(record: EndpointRecord) -> str:
@@ -7154,15 +7251,14 @@ def single_lines(record: EndpointRecord) -> Lines:
     rows = [single_row(part) for part in record["workloads"]]
     yield ""
     yield text_table(("Workload", "Completed", "Tokens/s", "Decode tokens/s"), rows)
-    missing, judged = "--baseline-url", ": speculation did not run."
+    judged = ": speculation did not run."
     if endpoint_arm(record) == "baseline":
-        missing, judged = "--speculative-url", ", as it should be on a baseline."
+        judged = ", as it should be on a baseline."
     if record["acceptance"] and record["acceptance"]["drafted"] == 0:
         yield f"No draft was seen{judged}"
     if drafting_parts(record):
         yield ""
     yield from draft_lines(record)
-    yield f"One server was measured, so the speed-up is unknown; see {missing}, and compare --help."
 
 
 def single_row(part: WorkloadFigures) -> list[str]:
@@ -7207,7 +7303,7 @@ def markdown_divergences(result: Result, prompts: Optional[Sequence[Prompt]], co
 
 
 def divergence_report(result: Result, prompts: Optional[Sequence[Prompt]], command: str) -> Lines:
-    """Its lines."""
+    """The lines of the bug report; the messages only where `prompts` holds them."""
     level = result.endpoints[0]["concurrency"]
     changed = any(record["text_comparison"]["divergent"] for record in result.comparisons)
     title = "Greedy text that changes" if changed else "No text changed"
@@ -7316,36 +7412,50 @@ def watched(record: Record) -> Optional[Watched]:
     return Watched("baseline tokens/s", speed["tokens_per_s"], speed)
 
 
-def comparable(record: Record) -> tuple[object, ...]:
-    """What two records must have in common for a fall between them to be a regression."""
+def comparable(record: Record) -> Optional[tuple[object, ...]]:
+    """What two records must have in common for a fall between them to be a regression.
+
+    None for what is no reference: a run that was interrupted, or has no interval.
+    """
+    found = watched(record)
+    if record["interrupted"] or found is None or limits_of(found.interval) is None:
+        return None
     asked = record["prompts_sha256"], record["max_tokens"], record["concurrency"]
-    return record["kind"], record["label"], record["model"], *asked
+    models = record["model"], record.get("baseline_model")
+    return record["kind"], record["label"], *models, *asked, record["order"]
 
 
 def regressions(earlier: Sequence[Record], now: Sequence[Record]) -> list[str]:
-    """One line for each ratio or baseline speed that fell since the last comparable record.
+    """One line for each ratio or baseline speed that fell since comparable records.
 
-    It fell where its interval lies wholly below the one before.
+    It fell where its interval lies wholly below that of the last one, or below the median of the
+    lower ends of the last ten (five or more), so that a slow decline is seen.
     """
     alarms = []
     for record in now:
-        past = [old for old in earlier if comparable(old) == comparable(record) and watched(old)]
+        key = comparable(record)
+        past = [old for old in earlier if key is not None and comparable(old) == key]
         if past:
-            alarms += regression_lines(past[-1], record)
+            alarms += regression_lines(past, record)
     return alarms
 
 
-def regression_lines(before: Record, now: Record) -> list[str]:
+def regression_lines(past: Sequence[Record], now: Record) -> list[str]:
     """The alarm of one record, if its figure fell."""
-    old, new = watched(before), watched(now)
-    if old is None or new is None:
+    known = [each for each in map(watched, past) if each is not None]
+    new = watched(now)
+    if new is None or new.interval["high"] is None:
         return []
-    floor, top = old.interval["low"], new.interval["high"]
-    if floor is None or top is None or top >= floor:
-        return []
+    before, old = past[-1], known[-1]
+    floors = [each.interval["low"] or 0.0 for each in known[-10:]]
+    fall = f"from {watched_words(old)} to {watched_words(new)} since {before['recorded_at']}"
+    if new.interval["high"] >= floors[-1]:
+        if len(floors) < 5 or new.interval["high"] >= median(floors):
+            return []
+        runs = f"the last {len(floors)} runs (median of their lower ends {median(floors):.2f})"
+        fall = f"slowly, to {watched_words(new)}, below {runs}"
     changes = ", ".join(changed_conditions(before, now))
     besides = f"also changed: {changes}" if changes else "nothing else known changed"
-    fall = f"from {watched_words(old)} to {watched_words(new)} since {before['recorded_at']}"
     return [f"REGRESSION {now['label']}: {new.name} fell {fall}; {besides}"]
 
 
@@ -7404,13 +7514,14 @@ def markdown_report(records: Sequence[Record]) -> str:
 
 
 def notebook_lines(records: Sequence[Record]) -> Lines:
-    """Its lines, some of them whole paragraphs; servers compared with nothing come last."""
+    """The notebook's lines, some of them whole paragraphs; servers compared with nothing last."""
     comparisons = comparisons_in(records)
     yield "# Speculative decoding: what was measured\n"
     if not comparisons:
         yield "No comparison is recorded.\n"
     for label, group in by_label(comparisons).items():
         yield from label_lines(label, group)
+    yield from ranking_section(comparisons)
     shown = {record["run_id"] for record in comparisons}
     shown |= {record["baseline_run_id"] for record in comparisons}
     singles = [record for record in endpoints_in(records) if record["run_id"] not in shown]
@@ -7419,6 +7530,19 @@ def notebook_lines(records: Sequence[Record]) -> Lines:
         table = markdown_table(header, picked(header, map(server_cells, singles)))
         yield "## Servers without a comparison here\n"
         yield printable(table) + "\n"
+
+
+def ranking_section(comparisons: Sequence[ComparisonRecord]) -> Lines:
+    """The candidates of the last run in which there were several, best first."""
+    runs: dict[tuple[str, int], dict[str, ComparisonRecord]] = {}
+    for record in comparisons:
+        run = measurement_of(record), record["concurrency"]
+        runs.setdefault(run, {})[record["candidate"]] = record
+    several = [list(run.values()) for run in runs.values() if len(run) > 1]
+    if several:
+        ranked = sorted(several[-1], key=rank)
+        table = markdown_table(RANKING_COLUMNS, picked(RANKING_COLUMNS, map(ranking_cells, ranked)))
+        yield f"## Ranking\n\n{printable(winner_line(ranked))}\n\n{printable(table)}\n"
 
 
 def label_lines(label: str, group: Sequence[ComparisonRecord]) -> Lines:
@@ -8587,21 +8711,24 @@ def alarms_of(
 
 
 def changed_text_alarm(record: ComparisonRecord) -> list[str]:
-    """A line where texts differ on a baseline that agrees with itself."""
+    """A line where texts differ, but for those on which the baseline disagrees with itself."""
     texts = record["text_comparison"]
     blamed = texts["divergent"] - texts["unstable"]
     if not blamed:
         return []
     besides = where = ""
     if texts["unstable"]:
-        besides = f" ({texts['unstable']} more where it does)"
+        besides = f" ({texts['unstable']} more where the baseline disagrees with itself)"
+    checked = " on a baseline that agrees with itself"
+    if not texts["baseline_self"]["compared"]:
+        checked = "; the baseline was not compared with itself (--repeats 2 does that)"
     stable = [found for found in texts["divergences"] if found["class"] != "unstable-baseline"]
     if stable:
         byte = stable[0]["first_difference_at_byte"]
         where = f"; the first: {stable[0]['prompt_id']} at byte {byte}"
     return [
-        f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions differ on a "
-        f"baseline that does not disagree with itself{besides}{where}"
+        f"CHANGED TEXT {record['label']}: {blamed} of {texts['compared']} completions "
+        f"differ{checked}{besides}{where}"
     ]
 
 
