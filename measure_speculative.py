@@ -5897,6 +5897,17 @@ def reading_from_json(line: JSON) -> Reading:
     )
 
 
+_COUNTS_OF_A_READING = (
+    "prompt_index",
+    "repeat",
+    "place",
+    "decode_tokens",
+    "completion_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+)
+
+
 def reading_misfit(line: JSON) -> Optional[str]:
     """The field in which a reading's line is damaged, None where it is sound."""
     wrong = misfit(line, PlaceLine)
@@ -5905,10 +5916,10 @@ def reading_misfit(line: JSON) -> Optional[str]:
     wrong = misfit(line, AnswerLine)
     if wrong:
         return wrong
-    for name in ("prompt_index", "repeat", "completion_tokens", "prompt_tokens", "cached_tokens"):
+    for name in _COUNTS_OF_A_READING:
         if line[name] is not None and as_count(line[name]) is None:
             return name
-    for name in ("latency_s", "ttft_s", "decode_s"):
+    for name in ("latency_s", "ttft_s", "decode_s", "waited_s"):
         seconds = line[name]
         if seconds and not 1e-9 < seconds < 1e9:
             return name

@@ -249,7 +249,7 @@ class Program:
 
 
 @functools.cache
-def _real_lines():
+def real_lines():
     """One line of each kind from a real run file: what planted runs are made of."""
     with FakeServer("plain") as server:
         saved = measure(server, None, "--save-run", "run.jsonl", prompts=["one"]).files["run.jsonl"]
@@ -279,7 +279,7 @@ def answer(tokens, seconds, drafted=None, accepted=None, content="the same text"
 
 def saved_run(arm, answers, workloads=None, request=(), end=True, **conditions):
     """A run file of one arm: answers[i] lists the repeats of prompt i, each an `answer` or the text of an error."""
-    real = _real_lines()
+    real = real_lines()
     workloads = workloads or ["work"] * len(answers)
     prompts = [
         {"id": "p%d" % i, "workload": name, "sha256": "%016x" % i}

@@ -4,6 +4,7 @@ import copy
 import csv
 import io
 import json
+import re
 import math
 import random
 import time
@@ -598,7 +599,7 @@ class DamagedHistory(unittest.TestCase):
     def damaged(self, **fields):
         return [dict(record, **fields) for record in copy.deepcopy(self.fast)]
 
-    def test_a_damaged_older_record_costs_no_measurement(self):
+    def test_a_damaged_older_record_is_named_and_costs_no_measurement(self):
         whole = {"ratio": 9.0, "tokens_per_s": 900.0, "low": 8.0, "high": 10.0}
         for value in (
             5,
@@ -618,10 +619,18 @@ class DamagedHistory(unittest.TestCase):
         ):
             with self.subTest(value):
                 outcome, records = self.now(self.damaged(speedup=value, speed=value))
-                self.assertIn(outcome.code, (0, 1, 3))
+                self.assertEqual(outcome.code, 0, outcome.err)
                 self.assertEqual(len(records), 3)
                 self.assertIn("Drafts", outcome.out)
-                self.assertEqual(outcome.code == 0, not outcome.err, outcome.err)
+                named = outcome.err.splitlines()
+                self.assertEqual(len(named), len(self.fast))
+                for number, (line, old) in enumerate(zip(named, self.fast), 1):
+                    field = "speedup" if old["kind"] == "comparison" else "speed"
+                    self.assertRegex(
+                        line,
+                        r"^labbook\.md:%d: the record %s of %s is damaged and left out: %s(\.\w+)?$"
+                        % (number, old["label"], re.escape(old["recorded_at"]), field),
+                    )
 
     def test_other_odd_fields_cost_no_measurement_either(self):
         for name in (

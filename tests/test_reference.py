@@ -568,7 +568,11 @@ class CalibrationRows(unittest.TestCase):
                 for d in self.measured.result.comparisons[0]["text_comparison"]["divergences"]
             }
         }
-        result = measure_speculative.result_of(runs, "calibrate", 0.0, triage)
+        result = measure_speculative.result_of(
+            measure_speculative.level_of(runs, 0.0),
+            measure_speculative.Judging("calibrate", 0.0),
+            triage,
+        )
         measured = dataclasses.replace(self.measured, runs=runs, result=result)
         return {
             row.quantity: dataclasses.asdict(row)

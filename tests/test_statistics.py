@@ -132,8 +132,9 @@ class Estimates(unittest.TestCase):
         self.assertAlmostEqual(found.low, math.exp(0.2 - half), delta=1e-8)
         self.assertAlmostEqual(found.high, math.exp(0.2 + half), delta=1e-8)
         self.assertEqual(found.prompts, 3)
-        self.assertEqual(set(ms.as_json(found)), {"ratio", "low", "high", "level", "prompts"})
-        self.assertEqual(ms.as_json(found)["level"], 0.95)
+        record = ms.interval_record(found)
+        self.assertEqual(set(record), {"ratio", "low", "high", "level", "prompts"})
+        self.assertEqual(record["level"], 0.95)
 
     def test_repeats_of_a_prompt_collapse_to_their_median(self):
         self.assertEqual(

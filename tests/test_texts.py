@@ -10,11 +10,13 @@ from tests.support import (
     CHANGED,
     TEXT,
     answer,
+    canned,
     compare,
     http,
     measure,
     measure_canned,
     plain,
+    real_lines,
     replayed,
     run_main,
     saved_run,
@@ -63,9 +65,13 @@ def reading(prompt, repeat, text, arm="baseline"):
 
 def run_of(arm, *texts_by_prompt):
     """A run from a list of repeats for each prompt."""
+    prompts = [
+        {"id": "p%d" % i, "workload": "any", "sha256": "%016x" % i}
+        for i in range(len(texts_by_prompt))
+    ]
     return ms.Run(
         arm,
-        {},
+        dict(real_lines()["run"], arm=arm, prompts=prompts),
         tuple(
             reading(i, j, text, arm)
             for i, texts in enumerate(texts_by_prompt)
@@ -76,7 +82,12 @@ def run_of(arm, *texts_by_prompt):
 
 
 def compared(baseline, candidate):
-    return ms.compare_texts(run_of("baseline", *baseline), run_of("speculative", *candidate), {})
+    """What the record says of the texts, with every difference in the order of the readings."""
+    arms = [
+        ms.arm_from(run_of(*arm)) for arm in (("baseline", *baseline), ("speculative", *candidate))
+    ]
+    found = ms.compare(*arms, 0.0)
+    return dict(ms.text_counts(found), divergences=found.texts.divergences)
 
 
 def counts(found):
@@ -674,6 +685,9 @@ class TriageOfTokens(unittest.TestCase):
         self.assertEqual((found["finding"], found["gap_nats"]), ("not-known", None))
 
     def test_damaged_lists_are_not_known(self):
+        own, other = answer_of("a"), answer_of("b")
+        found = ms.divergence(reading(0, 0, "a"), own, other, unstable=False)
+        prompt = ms.Prompt("p0", "any", ({"role": "user", "content": "p"},))
         for tokens in (
             [],
             [None, 3],
@@ -682,8 +696,12 @@ class TriageOfTokens(unittest.TestCase):
             [{"token": "a", "logprob": -1, "top_logprobs": []}],
             [{"token": "a", "logprob": -1, "top_logprobs": [{"token": "b", "logprob": None}]}],
         ):
-            with self.subTest(tokens):
-                self.assertEqual(self.find(tokens, "a", "b")["finding"], "not-known")
+            body = json.dumps({"choices": [{"logprobs": {"content": tokens}}]}).encode()
+            with self.subTest(tokens), canned(http(body)) as server:
+                baseline = ms.Endpoint("baseline", server.url, server.root, "m")
+                told = ms.ask_for_gap(baseline, prompt, found, own, other)
+                self.assertEqual(told["finding"], "not-known")
+                self.assertEqual("sends none" in told["reason"], not tokens)
 
     def test_tokens_without_bytes_are_read_by_their_text(self):
         tokens = [
