@@ -193,6 +193,8 @@ IMPLAUSIBLE_TTFT = 1.25  # times the other server's, on the same prompts without
 IMPLAUSIBLE_STEP = 0.9  # plain steps: verifying drafts cannot cost less than one
 LEAST_DELAY_S = 0.005  # shorter differences between times to the first token are the network's
 
+LEAST_STEP_S = 0.0002  # a shorter step is lost in the client's own time
+
 # Times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls.
 STALL_CUTOFF = 8
 
@@ -4566,13 +4568,14 @@ def pair_findings(baseline: Arm, candidate: Arm, logs: Logs) -> Iterator[Finding
 
 def miscount_findings(baseline: Run, candidate: Run) -> Iterator[Finding]:
     """The same text has the same number of tokens, or one of the servers miscounts."""
-    theirs = candidate.shared
     more = total = 0
     for pair, own in baseline.shared.items():
-        counts = (own.completion_tokens, theirs[pair].completion_tokens)
-        if own.texts == theirs[pair].texts and any(own.texts) and None not in counts:
-            more += abs((counts[0] or 0) - (counts[1] or 0))
-            total += max(counts[0] or 0, counts[1] or 0)
+        other = candidate.shared.get(pair)
+        if other is None or own.texts != other.texts or not any(own.texts):
+            continue
+        if own.completion_tokens is not None and other.completion_tokens is not None:
+            more += abs(own.completion_tokens - other.completion_tokens)
+            total += max(own.completion_tokens, other.completion_tokens)
     if more > MISCOUNT_SHARE * total:
         words = f"identical texts differ by {more / total:.0%} in their token counts"
         yield finding("counts-wrong", words, caveat=words)
@@ -4583,20 +4586,27 @@ def slow_baseline_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
     if baseline.conditions["concurrency"] > 1:
         return
     mine, theirs = (first_ttft_s(arm.run) for arm in (baseline, candidate))
+    cost = why_of(baseline, candidate).step_cost
     if mine and theirs and caches_alike(baseline.run, candidate.run):
         if mine > IMPLAUSIBLE_TTFT * theirs and mine - theirs >= LEAST_DELAY_S:
-            words = (
+            yield implausible(
                 f"its first tokens came after {1000 * mine:.0f} ms, {candidate.name}'s after "
                 f"{1000 * theirs:.0f} ms, for the same prompts"
             )
-            yield implausible(words)
             return
-    why = why_of(baseline, candidate)
+    if cost is not None and cost < IMPLAUSIBLE_STEP and is_sure_step(baseline, candidate):
+        yield implausible(f"a step with drafts took {cost:.2f} of its plain steps")
+
+
+def is_sure_step(baseline: Arm, candidate: Arm) -> bool:
+    """Whether the whole interval of the decode ratio says that a step costs less than a plain one."""
+    length = why_of(baseline, candidate).tokens_per_step
     decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
-    if why.step_cost is None or why.step_cost >= IMPLAUSIBLE_STEP or not decode or not decode.low:
-        return
-    if (why.tokens_per_step or 0.0) / decode.low < 1:
-        yield implausible(f"a step with drafts took {why.step_cost:.2f} of its plain steps")
+    if not length or decode is None or not decode.low:
+        return False
+    pace = baseline.figures.decode_tokens_per_s
+    is_measurable = pace is not None and pace * LEAST_STEP_S < 1
+    return is_measurable and length / decode.low < 1
 
 
 def implausible(words: str) -> Finding:
@@ -5354,9 +5364,7 @@ class PlaceLine(TypedDict):
     error: Optional[str]
 
 
-class AnswerLine(TypedDict):
-    """What came back: the fields of `Answer`, where there was no error."""
-
+class _AnswerLine(TypedDict):
     content: str
     reasoning: str
     finish_reason: Optional[str]
@@ -5371,6 +5379,13 @@ class AnswerLine(TypedDict):
     statistics: JSON
     streamed: bool
     undecodable: bool
+
+
+class AnswerLine(_AnswerLine, total=False):
+    """What came back: the fields of `Answer`, where there was no error; the last ones since 1.1."""
+
+    silent_tokens: int
+    timings_doubtful: bool
 
 
 class SnapshotLine(TypedDict):
@@ -5883,7 +5898,8 @@ def reading_from_json(line: JSON) -> Reading:
     """The reading of a line that fits."""
     answer = None
     if line["error"] is None:
-        answer = Answer(**{name: line[name] for name in Answer.__dataclass_fields__})
+        names = [name for name in Answer.__dataclass_fields__ if name in line]
+        answer = Answer(**{name: line[name] for name in names})
     return Reading(
         arm=line["arm"],
         prompt_index=line["prompt_index"],
@@ -8266,7 +8282,7 @@ def error_words(row: Calibrated) -> str:
 
 # ---- command line -------------------------------------------------------------------------------
 
-FAIL_ON = ("slower", "changed-text", "regression")
+FAIL_ON = ("slower", "changed-text", "regression", "did-not-run")
 
 MOST_ASKED = 1_000_000  # of whatever a flag counts; more is a slip of the finger
 
@@ -8714,6 +8730,8 @@ def alarms_of(
         if record["kind"] == "comparison":
             if "slower" in fail_on and record["verdict"] == "does-not-pay":
                 alarms.append(f"SLOWER {record['label']}: {sentence(record)}")
+            if "did-not-run" in fail_on and record["verdict_withheld"] == "did-not-run":
+                alarms.append(f"DID NOT RUN {record['label']}: {sentence(record)}")
             if "changed-text" in fail_on:
                 alarms += changed_text_alarm(record)
     if "regression" in fail_on and os.path.isfile(labbook):

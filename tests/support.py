@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import zlib
 from typing import NamedTuple
 from unittest import mock
 
@@ -278,8 +279,12 @@ def answer(tokens, seconds, drafted=None, accepted=None, content="the same text"
 
 
 def saved_run(arm, answers, workloads=None, request=(), end=True, **conditions):
-    """A run file of one arm: answers[i] lists the repeats of prompt i, each an `answer` or the text of an error."""
+    """A run file of one arm: answers[i] lists the repeats of prompt i, each an `answer` or the text of an error.
+
+    Arms of one test are of one run and of servers of their own, if `conditions` does not say otherwise.
+    """
     real = real_lines()
+    conditions = dict({"run_id": "planted", "host_number": zlib.crc32(arm.encode())}, **conditions)
     workloads = workloads or ["work"] * len(answers)
     prompts = [
         {"id": "p%d" % i, "workload": name, "sha256": "%016x" % i}
@@ -288,13 +293,12 @@ def saved_run(arm, answers, workloads=None, request=(), end=True, **conditions):
     header = dict(
         real["run"],
         arm=arm,
-        run_id="run-" + arm,
         prompts=prompts,
         repeats=max(map(len, answers)),
         findings=[],
         **conditions,
     )
-    header["request"] = dict(header["request"], **dict(request))
+    header["request"] = {**header["request"], "max_tokens": 100_000, **dict(request)}
     lines = [header]
     for repeat in range(header["repeats"]):
         for i, repeats in enumerate(answers):
