@@ -7972,62 +7972,43 @@ def cpu_share(seconds: float = 0.25) -> float:
 class Truth:
     """True figures of one reference server: speeds in tokens/s, times in seconds, exact counts."""
 
-    answers: int
     tokens: int
-    steps: int  # with a draft
-    plain_steps: int
+    steps: int
     drafted: int
     accepted: int
     rejected: int
     positions: tuple[int, ...]
     decode_s: float
-    prefill_s: float
+    tokens_per_s: float
+    decode_tokens_per_s: float
+    tokens_per_step: float
+    step_s: float
+    ttft_s: float
     request_s: dict[str, float]  # by prompt
-
-    @property
-    def decoded(self) -> int:
-        """Tokens of steps: the first token of an answer comes from the prompt pass."""
-        return self.tokens - self.answers
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Over all the time of the requests."""
-        return self.tokens / (self.decode_s + self.prefill_s)
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Over the time of the steps."""
-        return self.decoded / self.decode_s
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Steps without a draft included."""
-        return self.decoded / (self.steps + self.plain_steps)
-
-    @property
-    def step_s(self) -> float:
-        """The mean time of a step."""
-        return self.decode_s / (self.steps + self.plain_steps)
-
-    @property
-    def ttft_s(self) -> float:
-        """The time to the first token."""
-        return self.prefill_s / self.answers
 
 
 def reference_truth(log: Sequence[Served]) -> Truth:
     """What a server's own log says, which must not be empty."""
-    names = ("tokens", "steps", "plain_steps", "drafted", "accepted", "rejected")
-    sums = {name: sum(getattr(served, name) for served in log) for name in names}
-    positions = zip(*(served.positions for served in log))
+    tokens = sum(served.tokens for served in log)
+    steps = sum(served.steps for served in log)
+    all_steps = steps + sum(served.plain_steps for served in log)
     decode_s = math.fsum(served.decode_s for served in log)
     prefill_s = math.fsum(served.prefill_s for served in log)
+    decoded = tokens - len(log)  # the first token of an answer comes from the prompt pass
+    positions = zip(*(served.positions for served in log))
     return Truth(
-        **sums,
-        answers=len(log),
+        tokens=tokens,
+        steps=steps,
+        drafted=sum(served.drafted for served in log),
+        accepted=sum(served.accepted for served in log),
+        rejected=sum(served.rejected for served in log),
         positions=tuple(sum(column) for column in positions),
         decode_s=decode_s,
-        prefill_s=prefill_s,
+        tokens_per_s=tokens / (decode_s + prefill_s),
+        decode_tokens_per_s=decoded / decode_s,
+        tokens_per_step=decoded / all_steps,
+        step_s=decode_s / all_steps,
+        ttft_s=prefill_s / len(log),
         request_s={served.prompt: served.decode_s + served.prefill_s for served in log},
     )
 
