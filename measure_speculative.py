@@ -41,7 +41,7 @@ where results go:
   --label LABEL                 name of this experiment in the notebook (default speculative-run)
   --labbook FILE                notebook to append to (default labbook.md)
   --min-gain G                  call it paying only above 1+G, as 0.05 for 5% (default 0)
-  --fail-on WHAT                exit with 3 on any of slower, changed-text, regression (comma list)
+  --fail-on WHAT                exit with 3 on any of slower, changed-text, regression, did-not-run
   --quiet                       print nothing but errors and --fail-on alarms
   --divergence-report FILE      write a bug report on changed text, in Markdown
   --include-prompts             put the prompts into it
@@ -1635,6 +1635,11 @@ class Answer:
     undecodable: bool = False
     silent_tokens: int = 0  # counted, told as no reasoning, and without any text
     timings_doubtful: bool = False  # the server's own times contradict latency or usage
+
+    @functools.cached_property
+    def drafts(self) -> Optional[Acceptance]:
+        """What it tells of its drafts, None where it tells nothing."""
+        return acceptance_of_answer(self.statistics)
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -4072,8 +4077,7 @@ def acceptance_of_blocks(
 
 def acceptance_told(answers: Collection[Answer], is_counted: bool) -> Optional[Acceptance]:
     """The acceptance that the answers themselves tell, summed; None where they tell none."""
-    found = [acceptance_of_answer(answer.statistics) for answer in answers]
-    told = added_acceptance([each for each in found if each is not None])
+    told = added_acceptance([answer.drafts for answer in answers if answer.drafts])
     if told is None and not is_counted and answers:
         timed = [as_dict(answer.statistics.get("timings")) for answer in answers]
         if all((as_count(timings.get("predicted_n")) or 0) > 1 for timings in timed):
@@ -4582,7 +4586,7 @@ def miscount_findings(baseline: Run, candidate: Run) -> Iterator[Finding]:
 
 
 def slow_baseline_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
-    """Reading a prompt costs both servers the same, and verifying drafts no less than a plain step."""
+    """Reading a prompt costs both servers the same, verifying drafts no less than a plain step."""
     if baseline.conditions["concurrency"] > 1:
         return
     mine, theirs = (first_ttft_s(arm.run) for arm in (baseline, candidate))
@@ -4599,7 +4603,7 @@ def slow_baseline_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
 
 
 def is_sure_step(baseline: Arm, candidate: Arm) -> bool:
-    """Whether the whole interval of the decode ratio says that a step costs less than a plain one."""
+    """Whether the whole interval of the decode ratio says that a step costs less than plain."""
     length = why_of(baseline, candidate).tokens_per_step
     decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
     if not length or decode is None or not decode.low:
@@ -4632,7 +4636,7 @@ def caches_alike(baseline: Run, candidate: Run) -> bool:
 
 
 def cache_gap(baseline: Run, candidate: Run) -> Optional[tuple[float, int, int]]:
-    """(share of the prompt tokens, baseline's, candidate's): prompt tokens that came from the cache.
+    """(share of the prompt tokens, baseline's, candidate's): prompt tokens from the cache.
 
     An engine that leaves them out where there are none (vLLM) has 0 there, if any answer told some.
     """
@@ -4780,11 +4784,12 @@ class Comparison:
     baseline: Arm
     candidate: Arm
     logs: Logs  # of all repeats
-    memory: Optional[Memory]  # what made repeats faster than new prompts, if anything
-    speed: Optional[Estimate]  # of the first repeats alone where a server remembered
+    judged: dict[Hashable, list[float]]  # by group: the first repeats alone if a server remembered
+    speed: Optional[Estimate]  # of what is judged
     verdict: Optional[str]  # None where it is withheld
     texts: Texts
     why: Why
+    memory: Optional[Memory] = None  # what made repeats faster than new prompts
     withheld: Optional[str] = None
     findings: tuple[Finding, ...] = ()
     parts: dict[str, Comparison] = field(default_factory=dict)
@@ -4795,7 +4800,20 @@ class Memory:
     """What a server remembered of prompts that it had answered before."""
 
     arm: str
-    kind: str  # "prompt-cache" or "drafter"
+    kind: str  # "prompt cache" or "drafter"
+
+
+def halves_of(run: Run) -> tuple[list[Answer], list[Answer]]:
+    """The answers of first and of later repeats, of the prompts that have both."""
+    first: dict[int, Answer] = {}
+    later: dict[int, list[Answer]] = {}
+    for (prompt, repeat), answer in run.shared.items():
+        if repeat == 0:
+            first[prompt] = answer
+        else:
+            later.setdefault(prompt, []).append(answer)
+    both = first.keys() & later.keys()
+    return [first[prompt] for prompt in both], [a for prompt in both for a in later[prompt]]
 
 
 def memory_of_repeats(run: Run) -> Optional[Memory]:
@@ -4804,98 +4822,58 @@ def memory_of_repeats(run: Run) -> Optional[Memory]:
     A test misses what stalls hide: with a memory worth 5 to 10% the interval then held the truth
     in 60 to 88% of simulated runs.
     """
-    first: dict[int, Answer] = {}
-    later: dict[int, list[Answer]] = {}
-    for (prompt, repeat), answer in run.shared.items():
-        if repeat == 0:
-            first[prompt] = answer
-        else:
-            later.setdefault(prompt, []).append(answer)
-    both = [(first[prompt], repeats) for prompt, repeats in later.items() if prompt in first]
-    if not both:
+    first, later = halves_of(run)
+    if not first:
         return None
-    if drafter_remembered(both):
-        return Memory(run.arm, "drafter")
-    return Memory(run.arm, "prompt-cache") if cache_remembered(both) else None
+    cold, warm = (mean_known(accepted_in(half)) for half in (first, later))
+    if cold is not None and warm is not None:
+        if warm > 1.05 * cold and (warm - cold) * len(first) > 4:
+            return Memory(run.arm, "drafter")
+    return Memory(run.arm, "prompt cache") if is_cached(first, later) else None
 
 
-Repeats = Sequence[tuple[Answer, Sequence[Answer]]]  # the first answer of a prompt, and the later
+def accepted_in(answers: Sequence[Answer]) -> list[Optional[int]]:
+    """The accepted draft tokens of each answer."""
+    return [answer.drafts.accepted if answer.drafts else None for answer in answers]
 
 
-def drafter_remembered(both: Repeats) -> bool:
-    """Whether later repeats had more draft tokens accepted: by more than 5%, and more than 4."""
-    first = later = 0.0
-    for cold, warm in both:
-        told = [acceptance_of_answer(answer.statistics) for answer in (cold, *warm)]
-        accepted = [each.accepted for each in told if each and each.accepted is not None]
-        if len(accepted) == len(told):
-            first += accepted[0]
-            later += math.fsum(accepted[1:]) / len(warm)
-    return later > 1.05 * first and later - first > 4
+def mean_known(values: Sequence[Optional[float]]) -> Optional[float]:
+    """The mean, None where a value is unknown or there is none."""
+    known = [value for value in values if value is not None]
+    return mean(known) if known and len(known) == len(values) else None
 
 
-def cache_remembered(both: Repeats) -> bool:
+def is_cached(first: Sequence[Answer], later: Sequence[Answer]) -> bool:
     """Whether later repeats had their prompts in the cache, or started as if they had."""
-    cold = [answer for answer, _ in both]
-    warm = [answer for _, repeats in both for answer in repeats]
-    cached = [answer.cached_tokens for answer in (*cold, *warm)]
-    if any(count is not None for count in cached):
-        prompt = mean_of([answer.prompt_tokens or 0 for answer in cold])
-        more = mean_of(cached[len(cold) :]) - mean_of(cached[: len(cold)])
-        return more > CACHE_SHARE * prompt
-    before = [answer.ttft_s for answer in cold if answer.ttft_s is not None]
-    after = [answer.ttft_s for answer in warm if answer.ttft_s is not None]
+    if any(answer.cached_tokens is not None for answer in (*first, *later)):
+        cold, warm = (mean([a.cached_tokens or 0 for a in half]) for half in (first, later))
+        return warm - cold > CACHE_SHARE * mean([a.prompt_tokens or 0 for a in first])
+    before, after = ([a.ttft_s for a in half if a.ttft_s is not None] for half in (first, later))
     if not before or not after:
         return False
     saved_s = median(before) - median(after)
     return saved_s >= LEAST_DELAY_S and median(after) < 0.8 * median(before)
 
 
-def mean_of(counts: Sequence[Optional[int]]) -> float:
-    """The mean, with 0 for what is not told beside others that are."""
-    return sum(count or 0 for count in counts) / len(counts)
-
-
-def first_repeats(units: Units) -> Units:
-    """The units of the first time that each prompt was asked."""
-    return {key: unit for key, unit in units.items() if key[1] == 0}
-
-
 def memory_findings(comparison: Comparison, min_gain: float) -> Iterator[Finding]:
     """What a server remembered, with the ratio and the acceptance of first and of later repeats."""
-    memory, baseline, candidate = comparison.memory, comparison.baseline, comparison.candidate
-    if memory is None:
-        return
-    cold = over_prompts(log_ratios(first_repeats(baseline.units), first_repeats(candidate.units)))
+    memory, candidate = comparison.memory, comparison.candidate
     later = {key: unit for key, unit in candidate.units.items() if key[1] > 0}
-    warm = over_prompts(log_ratios(baseline.units, later))
-    if cold is None or warm is None:
+    warm = over_prompts(log_ratios(comparison.baseline.units, later))
+    if memory is None or comparison.speed is None or warm is None:
         return
-    rates = [repeat_rate(candidate.run, is_first) for is_first in (True, False)]
-    told = ""
-    if None not in rates:
-        told = f" (acceptance {rates[0]:.2f} and {rates[1]:.2f})"
-    kinds = {"drafter": "drafter", "prompt-cache": "prompt cache"}
+    sums = [added_acceptance([a.drafts for a in h if a.drafts]) for h in halves_of(candidate.run)]
+    rates = [figure(ratio_of(each.accepted, each.drafted) if each else None) for each in sums]
     words = (
-        f"the {kinds[memory.kind]} of {memory.arm} remembers prompts: {cold.ratio:.2f}x the first "
-        f"time, {warm.ratio:.2f}x in later repeats{told}; the first repeats are judged"
+        f"the {memory.kind} of {memory.arm} remembers prompts: {comparison.speed.ratio:.2f}x the "
+        f"first time, {warm.ratio:.2f}x in later repeats (acceptance {rates[0]} and {rates[1]}); "
+        "the first repeats are judged"
     )
     found = finding("repeats-differ", words, memory=memory.kind)
     all_repeats = verdict_of(over_prompts(comparison.logs), min_gain)
-    if memory.kind == "drafter" and all_repeats != verdict_of(cold, min_gain):
+    if memory.kind == "drafter" and all_repeats != comparison.verdict:
         found["caveat"] = f"repeats of a prompt are faster than new ones ({warm.ratio:.2f}x)"
     yield found
-
-
-def repeat_rate(run: Run, is_first: bool) -> Optional[float]:
-    """Accepted / drafted in the first, or in the later, repeats; None where answers do not tell."""
-    told = [
-        acceptance_of_answer(answer.statistics)
-        for (_, repeat), answer in run.shared.items()
-        if (repeat == 0) == is_first
-    ]
-    total = added_acceptance([each for each in told if each is not None])
-    return ratio_of(total.accepted, total.drafted) if total else None
 
 
 def compare(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
@@ -4923,7 +4901,7 @@ def compare(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
 
 
 def withheld_by(findings: Sequence[Finding]) -> Optional[str]:
-    """Why there is no verdict, None where there is one: the first reason in the order of FINDINGS."""
+    """Why there is no verdict, None where there is one: the first reason as FINDINGS has them."""
     reasons = {
         entry["finding"]: FINDINGS[entry["finding"]].withholds
         for entry in findings
@@ -4936,19 +4914,21 @@ def compare_part(
     baseline: Arm, candidate: Arm, memory: Optional[Memory], min_gain: float
 ) -> Comparison:
     """Speeds, verdict and texts of one kind of work, or of all."""
-    logs = judged = log_ratios(baseline.units, candidate.units)
+    judged_units = candidate.units
     if memory:
-        judged = log_ratios(first_repeats(baseline.units), first_repeats(candidate.units))
-    speed = over_prompts(judged)
+        judged_units = {key: unit for key, unit in judged_units.items() if key[1] == 0}
+    judged = log_ratios_by_group(baseline.units, judged_units)
+    speed = over_prompts(list(judged.values()))
     return Comparison(
         baseline=baseline,
         candidate=candidate,
-        logs=logs,
-        memory=memory,
+        logs=log_ratios(baseline.units, candidate.units),
+        judged=judged,
         speed=speed,
         verdict=verdict_of(speed, min_gain),
         texts=compare_texts(baseline.run, candidate.run, baseline.agreement.unstable),
         why=why_of(baseline, candidate),
+        memory=memory,
     )
 
 
@@ -5713,7 +5693,7 @@ def comparison_record(
     baseline, candidate = comparison.baseline, comparison.candidate
     about, base = candidate.conditions, baseline.conditions
     decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
-    judged = judged_logs(comparison)
+    judged = list(comparison.judged.values())
     undecided = comparison.verdict == "undecided" and about["concurrency"] == 1
     told: _Comparison = {
         **run_facts(candidate, comparison_label(judging.label, candidate.name)),
@@ -5745,17 +5725,8 @@ def comparison_record(
     return record
 
 
-def judged_logs(comparison: Comparison) -> Logs:
-    """The log ratios that the verdict rests on."""
-    if comparison.memory is None:
-        return comparison.logs
-    return log_ratios(
-        first_repeats(comparison.baseline.units), first_repeats(comparison.candidate.units)
-    )
-
-
 def more_repeats(comparison: Comparison, min_gain: float) -> Optional[int]:
-    """Under load: how many more repeats might settle it, each adding a pair of blocks a kind of work."""
+    """Under load: how many more repeats might settle it; each adds a pair of blocks a kind."""
     about = comparison.candidate.conditions
     if comparison.verdict != "undecided" or about["concurrency"] == 1:
         return None
@@ -5768,11 +5739,7 @@ def prompt_log_ratios(comparison: Comparison) -> list[Optional[float]]:
     about = comparison.baseline.conditions
     if about["concurrency"] > 1:
         return []
-    baseline, candidate = comparison.baseline.units, comparison.candidate.units
-    if comparison.memory:
-        baseline, candidate = first_repeats(baseline), first_repeats(candidate)
-    by_prompt = log_ratios_by_group(baseline, candidate)
-    found = [by_prompt.get(index) for index in range(len(about["prompts"]))]
+    found = [comparison.judged.get(index) for index in range(len(about["prompts"]))]
     return [round(median(logs), 4) if logs else None for logs in found]
 
 
@@ -6738,7 +6705,8 @@ def explanation_lines(record: ComparisonRecord) -> Lines:
             "the same kind of clock)."
         )
     else:
-        yield f"{start}, and a step costs {cost:.2f} target steps: {gain_words(record['decode_speedup'])}."
+        gain = gain_words(record["decode_speedup"])
+        yield f"{start}, and a step costs {cost:.2f} target steps: {gain}."
         for line in reason_lines(why, cost, record["acceptance"]):
             yield f"     {line}"
 
@@ -7262,8 +7230,8 @@ def single_sentence(record: EndpointRecord) -> str:
     other = "--speculative-url" if is_baseline else "--baseline-url"
     failed = f"; BUT {failure_words(record)}" if record["failed"] else ""
     return one_printable_line(
-        f"ONE SERVER MEASURED: {figure(record['output_tokens_per_s'])} tokens/s, so the speed-up is "
-        f"unknown (next: {other}, or compare with another --save-run){failed}."
+        f"ONE SERVER MEASURED: {figure(record['output_tokens_per_s'])} tokens/s, so the "
+        f"speed-up is unknown (next: {other}, or compare with another --save-run){failed}."
     )
 
 
@@ -8359,7 +8327,7 @@ def _add_results(parser: Parser) -> None:
         action="extend",
         default=[],
         metavar="WHAT",
-        help="exit with 3 on any of slower, changed-text, regression (comma list)",
+        help="exit with 3 on any of slower, changed-text, regression, did-not-run",
     )
     add("--quiet", action="store_true", help="print nothing but errors and --fail-on alarms")
     add(
