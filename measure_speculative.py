@@ -3851,6 +3851,7 @@ class Texts:
     empty: int = 0  # both empty: no evidence, never counted as identical
     failed: int = 0  # a side is missing
     counts_differ: int = 0  # identical texts with different token counts
+    sampled: bool = False  # drawn at random: texts that differ are no change
     divergences: tuple[Divergence, ...] = ()
 
     @property
@@ -4910,6 +4911,14 @@ def withheld_by(findings: Sequence[Finding]) -> Optional[str]:
     return next((reasons[name] for name in FINDINGS if reasons.get(name)), None)
 
 
+def judged_texts(baseline: Arm, candidate: Arm) -> Texts:
+    """What became of the text; sampled texts that differ are no change, of no class."""
+    texts = compare_texts(baseline.run, candidate.run, baseline.agreement.unstable)
+    if sampling_of(baseline.conditions) is None and sampling_of(candidate.conditions) is None:
+        return texts
+    return replace(texts, divergences=(), sampled=True)
+
+
 def compare_part(
     baseline: Arm, candidate: Arm, memory: Optional[Memory], min_gain: float
 ) -> Comparison:
@@ -4926,7 +4935,7 @@ def compare_part(
         judged=judged,
         speed=speed,
         verdict=verdict_of(speed, min_gain),
-        texts=compare_texts(baseline.run, candidate.run, baseline.agreement.unstable),
+        texts=judged_texts(baseline, candidate),
         why=why_of(baseline, candidate),
         memory=memory,
     )
@@ -5117,9 +5126,7 @@ class RunFacts(TypedDict):
     recorded_at: str
 
 
-class EndpointRecord(RunFacts, ArmFigures):
-    """What the notebook keeps of one arm; rates are over the pairs that all arms completed."""
-
+class _EndpointRecord(RunFacts, ArmFigures):
     kind: Literal["endpoint"]
     base_url: str
     requests: int
@@ -5141,6 +5148,12 @@ class EndpointRecord(RunFacts, ArmFigures):
     warmup: int
     host: Host
     tool_version: str
+
+
+class EndpointRecord(_EndpointRecord, total=False):
+    """What the notebook keeps of one arm; rates are over the pairs that all arms completed."""
+
+    sampling: Optional[JSON]  # since 1.1
 
 
 class SelfAgreement(TypedDict):
@@ -5197,7 +5210,7 @@ class TextCounts(TypedDict):
 
     compared: int
     identical: int
-    divergent: int
+    divergent: Optional[int]  # None where texts were sampled
     empty: int
     failed: int
     unstable: int
@@ -5214,6 +5227,7 @@ class TextComparison(_TextComparison, total=False):
     """The same with the first of the pairs that differ, and how many part at a near tie."""
 
     near_ties: int
+    sampled: bool
 
 
 class CostFit(TypedDict):
@@ -5289,6 +5303,8 @@ class ComparisonRecord(_Comparison, total=False):
 
     baseline_engine: str  # these two where they are not the candidate's
     baseline_model: str
+    sampling: Optional[JSON]  # since 1.1: the candidate's, and the baseline's where it differs
+    baseline_sampling: Optional[JSON]
 
 
 Record = Union[EndpointRecord, ComparisonRecord]
@@ -5302,9 +5318,7 @@ class PromptRef(TypedDict):
     sha256: str
 
 
-class Conditions(TypedDict):
-    """Everything that is said about an arm beside its readings: the header of its run."""
-
+class _Conditions(TypedDict):
     schema: int
     run_id: str
     arm: str
@@ -5329,6 +5343,12 @@ class Conditions(TypedDict):
     host: Host
     host_number: int
     shared_server: bool
+
+
+class Conditions(_Conditions, total=False):
+    """Everything that is said about an arm beside its readings: the header of its run."""
+
+    sampling: Optional[JSON]  # since 1.1: the fields in force, None where greedy
 
 
 class PlaceLine(TypedDict):
@@ -5579,12 +5599,18 @@ def endpoint_record(arm: Arm, label: str) -> EndpointRecord:
         "audit": list(arm.findings),
         "server": about["server"],
         "seed": about["request"].get("seed"),
-        "temperature": about["request"].get("temperature"),
+        "temperature": temperature_in(sampling_of(about)),
+        "sampling": sampling_of(about),
         "stream": about["stream"],
         "warmup": about["warmup"],
         "host": about["host"],
         "tool_version": about["tool_version"],
     }
+
+
+def temperature_in(sampling: Optional[JSON]) -> object:
+    """The temperature in force; None where it is the server's own."""
+    return 0.0 if sampling is None else sampling.get("temperature")
 
 
 def workload_figures(name: str, arm: Arm) -> WorkloadFigures:
@@ -5609,7 +5635,7 @@ def text_counts(comparison: Comparison) -> TextCounts:
     return {
         "compared": texts.compared,
         "identical": texts.identical,
-        "divergent": len(texts.divergences),
+        "divergent": None if texts.sampled else len(texts.divergences),
         "empty": texts.empty,
         "failed": texts.failed,
         "unstable": texts.unstable,
@@ -5628,7 +5654,7 @@ def text_comparison(comparison: Comparison, triage: dict[str, Triage]) -> TextCo
     told = [with_triage(each, triage)["triage"] for each in found]
     near = sum(gap is not None and gap["finding"] == "near-tie" for gap in told)
     counts: _TextComparison = {**text_counts(comparison), "divergences": listed}
-    return {**counts, "near_ties": near}
+    return {**counts, "near_ties": near, "sampled": comparison.texts.sampled}
 
 
 def with_triage(found: Divergence, triage: dict[str, Triage]) -> Divergence:
@@ -5718,6 +5744,9 @@ def comparison_record(
         "against_best": against_best(comparison, best_of(level.comparisons)),
     }
     record = cast(ComparisonRecord, told)
+    record["sampling"] = sampling_of(about)
+    if sampling_of(base) != sampling_of(about):
+        record["baseline_sampling"] = sampling_of(base)
     if base["engine"] != about["engine"]:
         record["baseline_engine"] = base["engine"]
     if base["model"] != about["model"]:
@@ -6132,6 +6161,7 @@ def conditions_of(
         "findings": server.findings + warmed.findings,
         "request": without(endpoint.request, own),
         "arm_extras": bodies[endpoint.arm],
+        "sampling": sampling_in(endpoint.request),
         "stream": endpoint.stream,
         "prompts": [prompt_ref(prompt) for prompt in settings.prompts],
         "repeats": settings.repeats,
@@ -6145,6 +6175,28 @@ def conditions_of(
         "host_number": host,
         "shared_server": warmed.hosts.count(host) > 1,
     }
+
+
+# What a request says of how to choose among likely tokens.
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+
+
+def sampling_in(request: JSON) -> Optional[JSON]:
+    """The sampling fields of a request; None where it is greedy, by a temperature of 0.
+
+    Without a temperature the server's own applies, which is rarely 0.
+    """
+    if as_number(request.get("temperature")) == 0:
+        return None
+    fields = {name: request.get(name) for name in SAMPLING_FIELDS}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def sampling_of(about: Conditions) -> Optional[JSON]:
+    """The same of an arm; a header of 1.0 holds the fields of its request."""
+    if "sampling" in about:
+        return about["sampling"]
+    return sampling_in({"temperature": 0.0, **about["request"], **about["arm_extras"]})
 
 
 def prompt_ref(prompt: Prompt) -> PromptRef:
@@ -6868,12 +6920,38 @@ def text_lines(record: ComparisonRecord) -> Lines:
     shown = grouped_divergences(texts["divergences"])[:5]
     for group in shown:
         yield from divergence_lines(group)
-    unshown = texts["divergent"] - sum(map(len, shown))
+    unshown = changed_pairs(texts) - sum(map(len, shown))
     if unshown > 0:
         yield (
             f"  ... and {plural(unshown, 'more pair')}; the record and --divergence-report list up "
             f"to {LISTED_DIVERGENCES}."
         )
+
+
+def changed_pairs(texts: TextCounts) -> int:
+    """How many pairs of texts differ; none of them where texts were sampled."""
+    return texts["divergent"] or 0
+
+
+def sampling_words(record: ComparisonRecord) -> str:
+    """ " at temperature 0.8 (baseline 0)"; nothing where both were greedy."""
+    own = record.get("sampling")
+    other = record.get("baseline_sampling", own)
+    if own is None and other is None:
+        return ""
+    words = f" at {temperature_words(own)}"
+    if own != other:
+        words += f" (baseline {temperature_words(other).removeprefix('temperature ')})"
+    return words
+
+
+def temperature_words(sampling: Optional[JSON]) -> str:
+    """ "temperature 0.8"."""
+    if sampling is None:
+        return "temperature 0"
+    if "temperature" not in sampling:
+        return "the server's own temperature"
+    return f"temperature {sampling['temperature']}"
 
 
 def agreement_words(own: SelfAgreement) -> str:
@@ -6895,6 +6973,10 @@ def agreement_lines(record: ComparisonRecord) -> Lines:
         pairs += f", {texts['empty']} both empty (no evidence)"
     if texts["failed"]:
         pairs += f", {texts['failed']} not comparable"
+    if texts.get("sampled"):
+        same = f"{texts['identical']} of {texts['compared']}"
+        yield f"sampled; the same seed gave the same sampled text in {same}."
+        return
     yield f"baseline against {name}: {pairs}."
     if texts["counts_differ"]:
         yield (
@@ -6906,7 +6988,7 @@ def agreement_lines(record: ComparisonRecord) -> Lines:
 def suspicion_lines(record: ComparisonRecord) -> Lines:
     """What may have changed the text, and what speaks against speculation as the cause."""
     texts = record["text_comparison"]
-    if texts["divergent"] and not texts["baseline_self"]["compared"]:
+    if changed_pairs(texts) and not texts["baseline_self"]["compared"]:
         yield (
             "the baseline was not compared with itself; with --repeats 2 it would show whether it "
             "is stable."
@@ -6916,7 +6998,7 @@ def suspicion_lines(record: ComparisonRecord) -> Lines:
             f"on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
             "speculation is not the suspect there."
         )
-    if texts["divergent"]:
+    if changed_pairs(texts):
         disturbed = not finding_names(record).isdisjoint(DISTURBANCES)
         other = ", the other client or restart noted below" if disturbed else ""
         yield (
@@ -6979,7 +7061,7 @@ def caveats(record: ComparisonRecord) -> str:
     """What the line to quote must not be read without: what may have made the ratio what it is."""
     texts = record["text_comparison"]
     near = texts.get("near_ties", 0)
-    changed = texts["divergent"] - texts["unstable"] - near
+    changed = changed_pairs(texts) - texts["unstable"] - near
     doubts = [f"the text changed in {changed} of {texts['compared']}"] if changed > 0 else []
     for name, meaning in FINDINGS.items():
         entries = [entry for entry in record["audit"] if entry["finding"] == name]
@@ -7024,7 +7106,7 @@ def sentence(record: ComparisonRecord) -> str:
         parts = [part for part in record["workloads"] if part["prompts"]] or record["workloads"]
         if len({part["verdict"] for part in parts}) > 1:
             named = "; ".join(map(part_verdict, parts))
-            start = f"{named}; over all {speed_words(record['speedup'])}"
+            start = f"{named}; over all {speed_words(record['speedup'])}{sampling_words(record)}"
         else:
             start = whole_verdict(record, parts)
     return one_printable_line(f"{start}{caveats(record)}.")
@@ -7047,7 +7129,8 @@ def whole_verdict(record: ComparisonRecord, parts: Sequence[WorkloadComparison])
     measured = sum(part["prompts"] for part in record["workloads"])
     if record["concurrency"] == 1 and measured < record["prompt_count"]:
         prompts = f"{measured} of {plural(record['prompt_count'], 'prompt')}"
-    verdict = f"{verdict_words(record['verdict'])} {where}{load_words(record['concurrency'])}"
+    conditions = load_words(record["concurrency"]) + sampling_words(record)
+    verdict = f"{verdict_words(record['verdict'])} {where}{conditions}"
     return f"{verdict}: {speed_words(record['speedup'])}, {prompts}"
 
 
@@ -7143,7 +7226,7 @@ def crossover_lines(comparisons: Sequence[ComparisonRecord]) -> Lines:
     yield text_table(CROSSOVER_COLUMNS, picked(CROSSOVER_COLUMNS, map(crossover_cells, levels)))
     yield f"Crossover: {crossover_words(levels)}. Decide by the level your server usually runs at."
     loaded = [record for record in levels if record["concurrency"] > 1]
-    if any(record["text_comparison"]["divergent"] for record in loaded):
+    if any(changed_pairs(record["text_comparison"]) for record in loaded):
         yield (
             "Texts under load may differ because the batch is composed differently; that is not "
             "speculation's doing alone."
@@ -7300,7 +7383,7 @@ def markdown_divergences(result: Result, prompts: Optional[Sequence[Prompt]], co
 def divergence_report(result: Result, prompts: Optional[Sequence[Prompt]], command: str) -> Lines:
     """The lines of the bug report; the messages only where `prompts` holds them."""
     level = result.endpoints[0]["concurrency"]
-    changed = any(record["text_comparison"]["divergent"] for record in result.comparisons)
+    changed = any(changed_pairs(record["text_comparison"]) for record in result.comparisons)
     title = "Greedy text that changes" if changed else "No text changed"
     load = f", {level} requests at a time" if level > 1 else ""
     yield f"# {title} with speculative decoding{load}"
@@ -7335,7 +7418,7 @@ def candidate_section(record: ComparisonRecord) -> Lines:
     yield f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ"
     yield ""
     yield f"Baseline against itself: {own}. Acceptance {rate}."
-    if listed < texts["divergent"]:
+    if listed < changed_pairs(texts):
         yield (
             f"Listed are {listed} of these pairs, those on a baseline that agrees with itself "
             "first."
@@ -8691,7 +8774,7 @@ def alarms_of(
 def changed_text_alarm(record: ComparisonRecord) -> list[str]:
     """A line where texts differ, but for those on which the baseline disagrees with itself."""
     texts = record["text_comparison"]
-    blamed = texts["divergent"] - texts["unstable"]
+    blamed = changed_pairs(texts) - texts["unstable"]
     if not blamed:
         return []
     besides = where = ""

@@ -404,6 +404,50 @@ class Overclaims(unittest.TestCase):
         self.assertIn("not compared with itself", alarm)
 
 
+class Sampled(unittest.TestCase):
+    """Texts that were drawn at random differ for no fault of anybody."""
+
+    WARM = '{"temperature": 0.8}'
+
+    def test_sampled_texts_that_differ_are_no_change_and_no_alarm(self):
+        with (
+            FakeServer(answers=lambda p, n: "heads " * 9) as a,
+            FakeServer(answers=lambda p, n: "tails " * 9, speculation=DRAFTING) as b,
+        ):
+            outcome = measure(
+                *(a, b, "--extra-body", self.WARM, "--fail-on", "changed-text"),
+                prompts=["prompt %d" % i for i in range(PROMPTS)],
+            )
+        texts = outcome.comparison()["text_comparison"]
+        self.assertEqual(outcome.code, 0, outcome.err)
+        self.assertEqual(
+            (texts["sampled"], texts["divergent"], texts["divergences"]), (True, None, [])
+        )
+        self.assertIn("the same seed gave the same sampled text in 0 of 12", outcome.out)
+        self.assertNotIn("text changed", outcome.out)
+        self.assertIn("at temperature 0.8", outcome.out.rstrip().splitlines()[-1])
+
+    def test_an_arm_that_samples_alone_is_named_with_the_other(self):
+        with FakeServer() as a, FakeServer(speculation=DRAFTING) as b:
+            outcome = measure(a, b, "--speculative-extra-body", self.WARM, prompts=["a", "b", "c"])
+        self.assertIn("at temperature 0.8 (baseline 0)", outcome.out.rstrip().splitlines()[-1])
+        self.assertEqual(outcome.endpoint("baseline")["sampling"], None)
+        self.assertEqual(outcome.endpoint("baseline")["temperature"], 0.0)
+        self.assertEqual(outcome.endpoint("speculative")["temperature"], 0.8)
+
+    def test_a_temperature_that_is_left_to_the_server_is_sampled(self):
+        with FakeServer() as a, FakeServer(speculation=DRAFTING) as b:
+            outcome = measure(
+                a, b, "--extra-body", '{"temperature": null}', prompts=["a", "b", "c"]
+            )
+        self.assertIn("at the server's own temperature", outcome.out.rstrip().splitlines()[-1])
+
+    def test_a_temperature_of_0_by_any_way_is_greedy(self):
+        with FakeServer() as a, FakeServer(speculation=DRAFTING) as b:
+            outcome = measure(a, b, "--extra-body", '{"temperature": 0}', prompts=["a", "b", "c"])
+        self.assertFalse(outcome.comparison()["text_comparison"]["sampled"])
+
+
 class OneServer(unittest.TestCase):
     def test_one_server_alone_has_a_last_line_too(self):
         with FakeServer("vllm") as one:
