@@ -5440,7 +5440,9 @@ _PLAIN: dict[Any, tuple[type, ...]] = {
     Optional[int]: (int, _NONE),
     Optional[float]: (float, int, _NONE),
 }
-LARGEST = 1e18  # beyond it is no measurement
+# What is measured is below 1e18 (`as_number`), but what follows from it need not be: the interval of
+# two prompts, one a thousand times as fast as the other, ends near 1e19, and at e^700 at the latest.
+LARGEST = 1e305
 
 
 def misfit(value: Any, shape: Any, where: str = "") -> Optional[str]:
@@ -5909,7 +5911,7 @@ def reading_from_json(line: JSON) -> Reading:
     )
 
 
-_COUNTS_OF_A_READING = (
+_COUNTS = (
     "prompt_index",
     "repeat",
     "place",
@@ -5917,25 +5919,40 @@ _COUNTS_OF_A_READING = (
     "completion_tokens",
     "prompt_tokens",
     "cached_tokens",
+    "tokens",
+    "answers",
+    "failed",
 )
+_SECONDS = ("latency_s", "ttft_s", "decode_s", "waited_s", "elapsed_s")
+
+
+def figures_misfit(line: JSON) -> Optional[str]:
+    """The first count or time of a line, of the right type, that cannot have been measured."""
+    for name in _COUNTS:
+        if line.get(name) is not None and as_count(line[name]) is None:
+            return name
+    for name in _SECONDS:
+        seconds = line.get(name)
+        if seconds and not 1e-9 < seconds < 1e9:
+            return name
+    return None
 
 
 def reading_misfit(line: JSON) -> Optional[str]:
     """The field in which a reading's line is damaged, None where it is sound."""
     wrong = misfit(line, PlaceLine)
-    if wrong or line["error"] is not None:
-        return wrong
-    wrong = misfit(line, AnswerLine)
-    if wrong:
-        return wrong
-    for name in _COUNTS_OF_A_READING:
-        if line[name] is not None and as_count(line[name]) is None:
-            return name
-    for name in ("latency_s", "ttft_s", "decode_s", "waited_s"):
-        seconds = line[name]
-        if seconds and not 1e-9 < seconds < 1e9:
-            return name
-    return None
+    if not wrong and line["error"] is None:
+        wrong = misfit(line, AnswerLine) or figures_misfit(line)
+    return wrong
+
+
+def counted_misfit(line: JSON) -> Optional[str]:
+    """The field in which the line of a block is damaged, None where it is sound."""
+    wrong = misfit(line, CountedLine) or figures_misfit(line)
+    for name in ("before", "after"):
+        if not wrong and any(as_number(each[2]) is None for each in line[name]["samples"] or []):
+            wrong = f"{name}.samples"
+    return wrong
 
 
 def counted_to_json(counted: Counted) -> JSON:
@@ -6005,7 +6022,6 @@ class SavedRun:
 LINE_SHAPES: dict[object, Any] = {
     "run": Conditions,
     "reading": PlaceLine,
-    "counted": CountedLine,
     "triage": TriageLine,
     "end": EndLine,
 }
@@ -6015,6 +6031,8 @@ def line_misfit(kind: object, line: JSON) -> Optional[str]:
     """The field in which a line of a run file is damaged, None where it is sound."""
     if kind == "reading":
         return reading_misfit(line)
+    if kind == "counted":
+        return counted_misfit(line)
     shape = LINE_SHAPES.get(kind) if isinstance(kind, str) else None
     return misfit(line, shape) if shape else "kind"
 

@@ -13,13 +13,15 @@ servers                        test_servers
 timing loop                    test_timing_loop
 text comparison                test_texts
 comparison                     test_comparison (runs, candidates, verdicts), test_findings (each finding)
-records and notebook           test_records (what records and run files hold), test_notebook (appending, reading)
+records and notebook           test_records (what records and run files hold), test_notebook (appending, reading),
+                               test_schema (what is damaged, anywhere in them)
 measurement                    test_measurement (levels of load, failures)
 report                         test_report, test_history (over time, alarms, exit codes)
 reference and calibration      test_reference
 command line                   test_command_line
 
 Across the rooms:
+test_house                     how the module is built: its map is true, nothing is worked out twice
 test_interrupted               Ctrl-C and signals, at any moment: what was finished is kept
 test_secrets                   no key gets out, whichever way
 test_published_runs            figures that people posted, through the whole program

@@ -84,6 +84,32 @@ class Outcome(NamedTuple):
         return record
 
 
+def assert_conforms(name, data):
+    """AssertionError where what the program itself wrote, a notebook or a run file, is not of its schema."""
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.startswith(b"{"):
+            continue
+        value = json.loads(line)
+        kind = value.get("kind")
+        if value.get("lab") == ms.LAB:
+            wrong = ms.misfit(value, ms.RECORD_SHAPES[kind])
+        else:
+            if kind == "triage":  # as it is read
+                value["triage"] = {**ms.UNKNOWN_GAP, **value["triage"]}
+            wrong = ms.line_misfit(kind, value)
+        if wrong:
+            raise AssertionError(f"{name}:{number}: {kind}: {wrong} is not of the schema: {value}")
+
+
+def assert_written_conforms(before, after):
+    """The same of what stands in the files {name: bytes} of a notebook or run file behind what stood there before."""
+    for name, data in after.items():
+        old = before.get(name, b"")
+        own = name == "labbook.md" or name.endswith(".jsonl")
+        if own and data.startswith(old) and data != old:
+            assert_conforms(name, data[len(old) :])
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -100,8 +126,12 @@ def run_main(*argv, files=None, prompts=None, env=None, terminal=False):
         if prompts is not None:
             files["prompts.json"] = json.dumps([{"prompt": text} for text in prompts])
             argv += ["--prompts", "prompts.json"]
-        for name, data in files.items():
-            (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode("utf-8"))
+        given = {
+            name: data if isinstance(data, bytes) else data.encode("utf-8")
+            for name, data in files.items()
+        }
+        for name, data in given.items():
+            (folder / name).write_bytes(data)
         out, err = io.StringIO(), Terminal() if terminal else io.StringIO()
         stack.enter_context(mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0))
         stack.enter_context(mock.patch.dict(os.environ, env or {}))
@@ -113,6 +143,7 @@ def run_main(*argv, files=None, prompts=None, env=None, terminal=False):
         finally:
             os.chdir(here)
         left = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        assert_written_conforms(given, left)
         records = []
         for line in left.get("labbook.md", b"").splitlines():
             with contextlib.suppress(ValueError):  # a damaged line may be there on purpose
@@ -215,7 +246,8 @@ class Program:
     def __init__(self, files=None):
         self._folder = tempfile.TemporaryDirectory()
         self.path = pathlib.Path(self._folder.name)
-        for name, data in (files or {}).items():
+        self.given = dict(files or {})
+        for name, data in self.given.items():
             (self.path / name).write_bytes(data)
 
     def __enter__(self):
@@ -243,7 +275,11 @@ class Program:
 
     def records(self, name="labbook.md"):
         book = self.path / name
-        return strict(book.read_bytes()) if book.exists() else []
+        if not book.exists():
+            return []
+        data = book.read_bytes()
+        assert_written_conforms(self.given, {name: data})
+        return strict(data)
 
 
 # ---- run files with planted figures ----
