@@ -656,5 +656,45 @@ class DamagedHistory(unittest.TestCase):
         self.assertIn("REGRESSION", outcome.err)
 
 
+class References(unittest.TestCase):
+    """What a new run is held against: whole runs with an interval, and a slow decline over many."""
+
+    @classmethod
+    def setUpClass(cls):
+        book = compare(*slow_pair().items()).files["labbook.md"]
+        cls.sound = next(r for r in strict(book) if r["kind"] == "comparison")
+
+    def record(self, ratio, half=0.02, **fields):
+        speedup = dict(self.sound["speedup"], ratio=ratio, low=ratio - half, high=ratio + half)
+        return dict(self.sound, **dict({"speedup": speedup}, **fields))
+
+    def alarms(self, past, now):
+        return ms.regressions(past, [now])
+
+    def test_an_interrupted_run_is_no_reference_and_hides_no_later_fall(self):
+        past = [self.record(1.8), self.record(1.0, interrupted=True)]
+        self.assertEqual(len(self.alarms(past, self.record(1.5))), 1)
+
+    def test_a_run_without_an_interval_is_no_reference(self):
+        bare = dict(self.sound["speedup"], ratio=1.0, low=None, high=None)
+        past = [self.record(1.8), self.record(1.0, speedup=bare)]
+        self.assertEqual(len(self.alarms(past, self.record(1.5))), 1)
+
+    def test_a_decline_of_a_few_percent_a_night_is_seen(self):
+        nights = [self.record(1.80 - 0.02 * i, half=0.05) for i in range(8)]
+        self.assertEqual(self.alarms(nights[:-1], nights[-1]), [])
+        (alarm,) = self.alarms(nights, self.record(1.60, half=0.05))
+        self.assertIn("fell slowly", alarm)
+
+    def test_four_records_are_too_few_for_a_decline(self):
+        nights = [self.record(1.80 - 0.04 * i, half=0.05) for i in range(4)]
+        self.assertEqual(self.alarms(nights, self.record(1.62, half=0.05)), [])
+
+    def test_runs_of_another_order_or_candidate_model_are_not_compared(self):
+        for fields in ({"order": "sequential"}, {"model": "other"}, {"baseline_model": "other"}):
+            past = [self.record(1.8, **fields)]
+            self.assertEqual(self.alarms(past, self.record(1.2)), [], fields)
+
+
 if __name__ == "__main__":
     unittest.main()
