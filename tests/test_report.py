@@ -340,7 +340,7 @@ class RecordsAsDocumented(unittest.TestCase):
             self.assertEqual(COMPARISON_KEYS - set(record), set())
             self.assertEqual(BREAK_EVEN_KEYS - set(record["break_even"]), set())
             self.assertEqual(
-                set(record["text_comparison"]), TEXT_KEYS | {"divergences", "near_ties"}
+                set(record["text_comparison"]), TEXT_KEYS | {"divergences", "near_ties", "sampled"}
             )
 
     def test_what_is_unknown_is_null_and_never_zero(self):
