@@ -193,6 +193,7 @@ IMPLAUSIBLE_TTFT = 1.25  # times the other server's, on the same prompts without
 IMPLAUSIBLE_STEP = 0.9  # plain steps: verifying drafts cannot cost less than one
 LEAST_DELAY_S = 0.005  # shorter differences between times to the first token are the network's
 
+WAITING_S, WAITING_SHARE = 0.2, 0.2  # outside the server's clock, in seconds and of the answer
 LEAST_STEP_S = 0.0002  # a shorter step is lost in the client's own time
 
 # Times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls.
@@ -294,6 +295,10 @@ FINDINGS = {
         caveat="the servers' prompt caches differed",
     ),
     "conditions-differ": Meaning("compared by --force", caveat="the conditions differ (--force)"),
+    "waiting": Meaning(
+        "time outside the server's own clock: a model is loaded, or a queue",
+        caveat="requests waited outside the server",
+    ),
     "runs-apart": Meaning(
         "runs of different times, so that drift is not cancelled",
         caveat="the runs are of different times",
@@ -4277,6 +4282,7 @@ def arm_findings(run: Run, arm: Arm) -> Iterator[Finding]:
     yield from count_findings(run, arm)
     yield from traffic_findings(run)
     yield from answer_findings(run)
+    yield from waiting_findings(run)
     yield from failure_findings(run)
     if run.interrupted:
         requests = plural(len(run.readings), "request")
@@ -4372,6 +4378,29 @@ def traffic_findings(run: Run) -> Iterator[Finding]:
             f"than {run.conditions['concurrency']}, so this level measures the queue"
         )
         yield finding("queueing", words, waiting=peak)
+
+
+def waiting_findings(run: Run) -> Iterator[Finding]:
+    """Where a proxy loads a model at every switch, or lets requests queue; one at a time only."""
+    timed = [answer for answer in run.answers.values() if own_time_s(answer) is not None]
+    outside = [answer.latency_s - (own_time_s(answer) or 0.0) for answer in timed]
+    late = [s for s, a in zip(outside, timed) if s > WAITING_S and s > WAITING_SHARE * a.latency_s]
+    if late and 10 * len(late) >= len(timed) and run.conditions["concurrency"] == 1:
+        words = (
+            f"{len(late)} of {len(timed)} answers took {median(late):.1f} s (median) outside the "
+            "server's own clock: a proxy that loads a model at every switch, or a queue; measure "
+            "one server after the other (--save-run, then compare)"
+        )
+        yield finding("waiting", words, count=len(late))
+
+
+def own_time_s(answer: Answer) -> Optional[float]:
+    """The seconds that the server's own clock tells of an answer, prompt and tokens together."""
+    timings = as_dict(answer.statistics.get("timings"))
+    prompt_ms, predicted_ms = (as_number(timings.get(n)) for n in ("prompt_ms", "predicted_ms"))
+    if predicted_ms is None or answer.timings_doubtful:
+        return None
+    return ((prompt_ms or 0.0) + predicted_ms) / 1000
 
 
 def others_requests(page: Snapshot) -> float:
@@ -5722,7 +5751,9 @@ def comparison_record(
     about, base = candidate.conditions, baseline.conditions
     decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
     judged = list(comparison.judged.values())
-    undecided = comparison.verdict == "undecided" and about["concurrency"] == 1
+    # where requests waited, no number of further prompts would settle it
+    waited = any(entry["finding"] == "waiting" for entry in comparison.findings)
+    undecided = comparison.verdict == "undecided" and about["concurrency"] == 1 and not waited
     told: _Comparison = {
         **run_facts(candidate, comparison_label(judging.label, candidate.name)),
         **compared_record(comparison),

@@ -143,6 +143,13 @@ def forced():
     return compared(plain(), drafting(request={"seed": 7}), flags=("--force",))
 
 
+def waiting():
+    def wait(line):
+        line["latency_s"] += 0.4 * (line["prompt_index"] % 2)
+
+    return compared(*(changed(run, readings(wait)) for run in (plain(), drafting())))
+
+
 def apart():
     return compared(
         plain(recorded_at="2026-11-30T10:00:00+01:00"),
@@ -225,6 +232,7 @@ LIES = {
     ),
     "cache-differs": (other_caches, "^PAYS .*BUT .*caches differed", "pays", None, 0),
     "conditions-differ": (forced, "^PAYS .*BUT .*conditions differ", "pays", None, 0),
+    "waiting": (waiting, "BUT .*waited outside the server", "pays", None, 0),
     "runs-apart": (apart, r"^PAYS .*BUT .*measured 2\.5 h apart", "pays", None, 0),
     "busy": (busy, "BUT .*requests of others", None, None, 0),
     "foreign-traffic": (foreign, "BUT .*another client used a server", None, None, 0),
@@ -446,6 +454,18 @@ class Sampled(unittest.TestCase):
         with FakeServer() as a, FakeServer(speculation=DRAFTING) as b:
             outcome = measure(a, b, "--extra-body", '{"temperature": 0}', prompts=["a", "b", "c"])
         self.assertFalse(outcome.comparison()["text_comparison"]["sampled"])
+
+
+class Waiting(unittest.TestCase):
+    def test_no_number_of_prompts_is_advised_where_requests_wait_for_a_model(self):
+        def wait(line):
+            if (line["prompt_index"] + (line["arm"] == "baseline")) % 2:  # whoever comes second
+                line["latency_s"] += 0.4
+
+        runs = (changed(run, readings(wait)) for run in (plain(), drafting(1.01)))
+        record = compared(*runs).comparison()
+        self.assertEqual((record["verdict"], record["more_prompts"]), ("undecided", None))
+        self.assertIn("waiting", findings(record))
 
 
 class OneServer(unittest.TestCase):

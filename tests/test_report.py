@@ -49,7 +49,7 @@ FINDINGS = set(
     """metrics-unavailable rate-above-one counter-reset foreign-traffic sources-disagree baseline-drafting not-drafting
     cache-differs model-differs context-differs quantization-differs build-differs busy queueing undecodable-text usage-missing
     few-prompts stalls interrupted conditions-differ waited lifetime-only same-server repeats-differ implausible
-    stream-differs counts-wrong timings-doubtful failed-requests runs-apart""".split()
+    stream-differs counts-wrong timings-doubtful failed-requests runs-apart waiting""".split()
 )
 
 
