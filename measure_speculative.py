@@ -26,8 +26,8 @@ what to measure:
   --max-tokens N                answer length (default 192)
 
 how carefully:
-  --repeats N                   measure each prompt N times (default 1); more prompts say more than
-                                more repeats
+  --repeats N                   measure each prompt N times (default 1, under load 4); more prompts
+                                say more than more repeats, but under load
   --warmup N                    discarded requests for each server (default 1)
   --order paired|sequential     paired (the default) cancels drift; sequential finishes one
                                 server first
@@ -198,6 +198,8 @@ LEAST_STEP_S = 0.0002  # a shorter step is lost in the client's own time
 
 # Times the median residual: 0.3 to 0.7% false alarms a run, and catches the larger stalls.
 STALL_CUTOFF = 8
+
+REPEATS_UNDER_LOAD = 4  # pairs of blocks of each kind of work
 
 FEW_PROMPTS = 12  # below this no interval holds its 95% when the prompts are of mixed kinds
 
@@ -898,6 +900,7 @@ class Engine:
     # gauges of its requests, by the ends of their names, since gateways change the beginning;
     running: str = ""
     waiting: str = ""
+    stale_gauges: bool = False  # they may show requests that have ended: ours, between two blocks;
     cache_info: str = ""  # the series that has the capacity of its cache as labels;
     counters: tuple[DraftCounters, ...] = ()
     counters_if_configured: bool = False  # no draft counters where speculation is not configured;
@@ -1033,6 +1036,7 @@ ENGINES: tuple[Engine, ...] = (
         generated=("sglang:generation_tokens_total",),
         running="num_running_reqs",
         waiting="num_queue_reqs",
+        stale_gauges=True,  # as they were in a decode iteration, the last one up to 30 s ago
         # No counter of drafted or accepted tokens; those that there are count at the end of a
         # request and have no `_created`.  Its gauges spec_accept_length and spec_accept_rate are of
         # the last 40 decode iterations and stay stale on short runs: never to be summed.
@@ -1247,12 +1251,22 @@ class Known:
         self.statistics = tuple(dict.fromkeys([*statistics, "timings", "system_fingerprint"]))
         counters = [each for row in rows for each in row.counters]
         self.counters = {name for each in counters for name in each.names()}
+        # the only counts of which there may be more than tokens were made
+        self.drafted = {each.stem + each.drafted for each in counters}
+        self.drafted |= {each.stem + each.drafted_positions for each in counters}
         self.generated = {name for row in rows for name in row.generated}
         configured = [row for row in rows if row.counters_if_configured]
         self.generated_if_configured = {name for row in configured for name in row.generated}
         self.running = tuple(row.running for row in rows if row.running)
         self.waiting = tuple(row.waiting for row in rows if row.waiting)
         self.gauges = self.running + self.waiting
+        self.live_gauges = tuple(
+            name
+            for row in rows
+            if not row.stale_gauges
+            for name in (row.running, row.waiting)
+            if name
+        )
         self.memory = {"process_resident_memory_bytes", *(row.cache_info for row in rows)}
         self.six_digits = [row.six_digits for row in rows if row.six_digits]
         histograms = [row.histograms for row in rows if row.histograms]
@@ -1440,6 +1454,16 @@ def fitted_costs(points: Sequence[tuple[float, float]]) -> Optional[tuple[float,
     alone = math.fsum((k - mean_k) ** 2 for k, _ in points)
     draft_cost = together / alone
     return mean_cost - draft_cost * mean_k, draft_cost
+
+
+def fit_error(points: Sequence[tuple[float, float]], costs: tuple[float, float]) -> Optional[float]:
+    """Standard error of the fitted draft cost, in target steps; None for fewer than 3 points."""
+    if len(points) < 3:
+        return None
+    verifying, drafting = costs
+    mean_k = mean([k for k, _ in points])
+    left = math.fsum((cost - verifying - drafting * k) ** 2 for k, cost in points)
+    return math.sqrt(left / (len(points) - 2) / math.fsum((k - mean_k) ** 2 for k, _ in points))
 
 
 # ---- statistics ---------------------------------------------------------------------------------
@@ -2334,14 +2358,17 @@ class Sample(NamedTuple):
         return next((value for name, value in self.labels if name in names), None)
 
 
+# Both take time in proportion to the line, whatever it holds: no two parts that stand side by side
+# can share out the same characters, and labels are matched one behind the other, not searched for.
+_QUOTED = r"\"([^\"\\]*(?:\\.[^\"\\]*)*)\""
+
 _SAMPLE = re.compile(
-    r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?=[ \t{])[ \t]*(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})?"
-    r"[ \t]*([^\s#{]+)(?:[ \t]+-?[0-9.eE+-]+)?[ \t]*(?:#[ \t]*\{.*)?$"
+    r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?=[ \t{])[ \t]*"
+    rf"(?:\{{([^\"}}]*(?:{_QUOTED}[^\"}}]*)*)\}}[ \t]*)?"
+    r"([^\s#{]+)(?:[ \t]+[0-9.eE+-]+)?[ \t]*(?:#[ \t]*\{.*)?$"
 )
 
-_LABEL = re.compile(
-    r"([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*\"((?:[^\"\\]|\\.)*)\"[ \t]*(?:,[ \t]*|$)"
-)
+_LABEL = re.compile(rf"([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*{_QUOTED}[ \t]*(?:,[ \t]*|$)")
 
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
@@ -2374,19 +2401,30 @@ def _sample_in(line: str, kinds: Mapping[str, str]) -> Optional[Sample]:
     match = _SAMPLE.match(line)
     if match is None:
         return None
-    name, inside, number = match.groups()
-    inside = (inside or "").strip()
-    if inside and _LABEL.sub("", inside):
-        return None  # not all between the braces is labels
+    name, inside, _, number = match.groups()
+    labels = _labels_in((inside or "").strip())
+    if labels is None:
+        return None
     try:
         value = float(number)
     except ValueError:
         return None
-    pairs = _LABEL.findall(inside)
-    labels = sorted((key, _unescaped(text)) for key, text in pairs)
     kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
-    series = line[: match.start(3)].strip()
-    return Sample(name, tuple(labels), value, kind, series)
+    series = line[: match.start(4)].strip()
+    return Sample(name, tuple(sorted(labels)), value, kind, series)
+
+
+def _labels_in(inside: str) -> Optional[list[tuple[str, str]]]:
+    """The labels between the braces; None where something else stands there."""
+    labels = []
+    end = 0
+    while end < len(inside):
+        match = _LABEL.match(inside, end)
+        if match is None:
+            return None
+        labels.append((match[1], _unescaped(match[2])))
+        end = match.end()
+    return labels
 
 
 def _unescaped(raw: str) -> str:
@@ -2412,6 +2450,10 @@ class Snapshot:
         """Sum over the samples whose name ends so, None where there are none."""
         values = [s.value for s in self.samples or () if s.name.endswith(endings)]
         return sum(values) if values else None
+
+    def in_hand(self) -> float:
+        """Requests that the server works on or keeps waiting, where its gauges are of this moment."""
+        return self.total(known_to(ENGINES).live_gauges) or 0.0
 
     def running(self) -> Optional[float]:
         """Requests that the server is working on."""
@@ -2511,8 +2553,12 @@ def is_rounded(sample: Sample) -> bool:
     return any(part in sample.name for part in known_to(ENGINES).six_digits)
 
 
-def counter_growth(before: Snapshot, after: Snapshot) -> Growth:
-    """What the counters grew by; void where a page is missing or the server was restarted."""
+def counter_growth(before: Snapshot, after: Snapshot, received: Optional[int] = None) -> Growth:
+    """What the counters grew by while so many tokens were received.
+
+    Void where a page is missing, the server was restarted, or a counter that was not there before
+    shows more than can have been counted since.
+    """
     if before.samples is None or after.samples is None:
         return Growth(None, before.unavailable or after.unavailable)
     old = {s.identity: s.value for s in before.samples if is_counter(s)}
@@ -2523,7 +2569,29 @@ def counter_growth(before: Snapshot, after: Snapshot) -> Growth:
     if lost or fell or _is_other_process(before, after):
         words = "counters were reset during the run: the server was restarted"
         return Growth(None, words, reset=True)
-    return Growth(tuple(_grown(s, old.get(s.identity, 0.0)) for s in new))
+    growth = Growth(tuple(_grown(s, old.get(s.identity, 0.0)) for s in new))
+    if _is_born(before, growth, received):
+        return growth
+    words = "counters appeared in the middle, and since when they count is not known"
+    return Growth(None, words)
+
+
+def _is_born(before: Snapshot, growth: Growth, received: Optional[int]) -> bool:
+    """Whether counters that were not there before can have begun at 0 meanwhile.
+
+    Each step and each accepted token is one of the tokens made meanwhile.  Of drafts there may be
+    more: they began with the others.
+    """
+    there = {s.name for s in before.samples or ()}
+    known = known_to(ENGINES)
+    counts = {*known.counters, *known.drafted}
+    grown = [s for s in growth.samples or () if s.value]
+    new = [s for s in grown if s.name not in there]
+    new = [s for s in new if s.name.removesuffix("_total") in counts or s.name in known.generated]
+    made = generated_tokens(Growth(tuple(s for s in grown if s.name in there)))
+    limit = received if made is None else made
+    tested = [s for s in new if s.name.removesuffix("_total") not in known.drafted] or new
+    return all(limit is not None and s.value <= limit for s in tested)
 
 
 def _is_other_process(before: Snapshot, after: Snapshot) -> bool:
@@ -2542,9 +2610,14 @@ def _grown(sample: Sample, before: float) -> Sample:
 
 
 def block_growth(before: Snapshot, after: Snapshot, received: Optional[int]) -> Growth:
-    """The growth around a block; void also where fewer tokens were counted than received."""
-    growth = counter_growth(before, after)
+    """The growth around a block; void also where it cannot be that of the tokens received."""
+    growth = counter_growth(before, after, received)
     generated = generated_tokens(growth)
+    made = received if generated is None else generated
+    told = acceptance_of_counters(growth, 0)
+    if told and told.accepted is not None and made is not None and told.accepted > made:
+        words = f"counters show {told.accepted} draft tokens accepted where {made:.0f} were made"
+        return Growth(None, words)
     if generated is None or received is None or generated >= received * (1 - FOREIGN_SHARE):
         return growth
     words = (
@@ -2576,21 +2649,32 @@ def position_of(sample: Sample) -> Optional[int]:
     return int(text)
 
 
-def settled_snapshot(endpoint: Endpoint, before: Snapshot, received: Optional[int]) -> Snapshot:
-    """The page once two reads agree and all tokens received are counted; after 3 s as it is."""
+def settled_snapshot(
+    endpoint: Endpoint, before: Snapshot, received: Optional[int], failed: bool = False
+) -> Snapshot:
+    """The page once two reads agree and all tokens received are counted; after 3 s as it is.
+
+    A request that `failed` may still run: until nothing does.
+    """
     after = metrics_snapshot(endpoint)
     give_up = time.monotonic() + SETTLE_LIMIT_S
     while after.samples is not None and time.monotonic() < give_up:
         time.sleep(SETTLE_PAUSE_S)
         previous, after = after, metrics_snapshot(endpoint)
-        growth = counter_growth(before, after)
-        if growth.samples is None:
+        growth = counter_growth(before, after, received)
+        if growth.reset:
             break
         generated = generated_tokens(growth)
-        counted = received is None or generated is None or generated >= received
-        if counted and counter_growth(before, previous).samples == growth.samples:
+        is_counted = received is None or generated is None or generated >= received
+        is_idle = not failed or not after.in_hand()
+        if is_counted and is_idle and counters_of(previous) == counters_of(after):
             break
     return after
+
+
+def counters_of(page: Snapshot) -> list[Sample]:
+    """The counters of a page as they stand."""
+    return [sample for sample in page.samples or () if is_counter(sample)]
 
 
 def generated_tokens(growth: Growth) -> Optional[float]:
@@ -2637,6 +2721,7 @@ class Acceptance:
     rejections: Optional[int] = None  # steps that ended in one; else derived from the positions
     tokens: Optional[int] = None  # of the answers in which they were drafted
     answers: int = 0
+    each: tuple[Acceptance, ...] = ()  # the same of single answers, where these tell
 
 
 def acceptance_in(fields: AnswerFields, statistics: Mapping[str, object]) -> Optional[Acceptance]:
@@ -2812,11 +2897,20 @@ def joined_acceptance(
 
 
 def target_steps(acceptance: Acceptance) -> Optional[int]:
-    """Steps of the target after each answer's first token, with a draft or without: N - R - A."""
+    """Steps of the target after each answer's first token, with a draft or without: N - R - A.
+
+    That is too low where drafts were accepted beyond the end of an answer: the counted steps are
+    the least.  None where a step would have given less than one token, or more than a whole draft
+    and one.
+    """
     if acceptance.tokens is None or acceptance.accepted is None:
         return None
-    steps = acceptance.tokens - acceptance.answers - acceptance.accepted
-    return steps if steps > 0 else None
+    decoded = acceptance.tokens - acceptance.answers
+    steps = max(decoded - acceptance.accepted, acceptance.steps or 0)
+    most = decoded
+    if acceptance.per_position:
+        most = steps * (1 + len(acceptance.per_position))
+    return steps if 0 < steps <= decoded <= most else None
 
 
 def full_drafts(acceptance: Acceptance, steps: Optional[int]) -> Optional[int]:
@@ -2861,7 +2955,21 @@ def fixed_chain(acceptance: Acceptance) -> Optional[int]:
     steps = steps_with_draft(acceptance)
     if targets is not None and steps is not None and targets - steps > acceptance.answers:
         return None
-    return full_drafts(acceptance, steps)
+    k = full_drafts(acceptance, steps)
+    if k is None or any(contradicts_chain(answer, k) for answer in acceptance.each):
+        return None
+    return k
+
+
+def contradicts_chain(answer: Acceptance, k: int) -> bool:
+    """Whether one answer cannot be of drafts of length k.
+
+    Its end may cut its last drafts to k - 1, k - 2, ..., 0, and take the place of a target step.
+    """
+    steps = target_steps(answer) if answer.steps is None else answer.steps
+    if steps is None or answer.drafted is None:
+        return False
+    return not k * (steps - max(1, k / 2)) <= answer.drafted <= k * (steps + 1)
 
 
 def survival(acceptance: Acceptance) -> Optional[float]:
@@ -3697,7 +3805,7 @@ def count_block(
     tokens = sum_known(answer.completion_tokens for answer in answers)
     after = before
     if before.samples is not None:
-        after = settled_snapshot(endpoint, before, tokens)
+        after = settled_snapshot(endpoint, before, tokens, failed=len(answers) < len(taken))
     return Counted(
         arm=endpoint.arm,
         workload=block.workload,
@@ -3712,22 +3820,22 @@ def count_block(
     )
 
 
-def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[Optional[Answer]]:
-    """The last discarded answer of each endpoint.  UsageError where a server refuses the request.
+def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[list[Reading]]:
+    """The discarded requests of each endpoint.  UsageError where a server refuses the request.
 
     All arms get the same requests in the same order, the warm-up included: greedy text depends on
     a server's history.
     """
-    answers: list[Optional[Answer]] = [None] * len(endpoints)
+    readings: list[list[Reading]] = [[] for _ in endpoints]
     text = "Count from one to twenty in words, separated by commas."
     prompt = Prompt("warm-up", "warm-up", ({"role": "user", "content": text},))
     for _ in range(count):
         for number, endpoint in enumerate(endpoints):
             reading = take_reading(endpoint, prompt, Shot(number, 0, 0, 0), say, is_first=True)
-            answers[number] = reading.answer or answers[number]
+            readings[number].append(reading)
             if reading.error:
                 say(f"warm-up: {reading.error}")
-    return answers
+    return readings
 
 
 # ---- text comparison ----------------------------------------------------------------------------
@@ -4049,27 +4157,46 @@ class Drafts:
 def drafts_of(run: Run) -> Drafts:
     """Acceptance from the answers, completed by the counters where both speak of the same ones.
 
-    A failed request's drafts are in the counters and its tokens nowhere: its block does not count.
+    Drafts of a failed request, and of another client, are in the counters and their tokens nowhere:
+    such blocks do not count.
     """
     answers = run.answers.values()
     growth = added_growth([block_growth(b.before, b.after, b.tokens) for b in run.counted])
     whole = [block for block in run.counted if not block.failed]
-    block_answers = sum(block.answers for block in whole)
-    tokens = sum_known(block.tokens for block in whole)
-    counted = acceptance_of_blocks(whole, growth if len(whole) == len(run.counted) else None)
+    ours = [block for block in whole if is_ours(block)]
+    counted = acceptance_of_blocks(ours, growth if len(ours) == len(run.counted) else None)
     told = acceptance_told(answers, is_counted=counted is not None)
     if told is not None:
         with_tokens = sum(answer.completion_tokens != 0 for answer in answers)
-        speaks_of_these = block_answers == with_tokens
-        best, disagreement = joined_acceptance(told, counted if speaks_of_these else None)
+        seen = None
+        if sum(block.answers for block in whole) == with_tokens:
+            seen = acceptance_of_blocks(whole, growth)
+        best, disagreement = joined_acceptance(told, seen)
+        if len(ours) < len(whole):
+            best = told  # nothing is filled in from what is of others too
         received = sum_known(answer.completion_tokens for answer in answers)
-        of_answers = best and replace(best, tokens=received, answers=with_tokens)
+        each = tuple(map(drafts_of_answer, answers))
+        of_answers = best and replace(best, tokens=received, answers=with_tokens, each=each)
         return Drafts(of_answers, growth, disagreement)
     if counted is None:
         return Drafts(None, growth)
+    tokens = sum_known(block.tokens for block in ours)
     if run.conditions["shared_server"] and run.conditions["arm_extras"]:
         tokens = None  # the drafts are of this arm alone, the tokens of another arm too
-    return Drafts(replace(counted, tokens=tokens, answers=block_answers), growth)
+    of_blocks = replace(counted, tokens=tokens, answers=sum(block.answers for block in ours))
+    return Drafts(of_blocks, growth)
+
+
+def is_ours(block: Counted) -> bool:
+    """Whether the counters around a block can be of its answers alone."""
+    made = generated_tokens(counter_growth(block.before, block.after, block.tokens))
+    return made is None or block.tokens is None or made <= block.tokens * (1 + FOREIGN_SHARE)
+
+
+def drafts_of_answer(answer: Answer) -> Acceptance:
+    """What one answer tells beside others that tell: nothing at all where nothing was drafted."""
+    told = acceptance_of_answer(answer.statistics) or Acceptance("response", None, 0, 0)
+    return replace(told, tokens=answer.completion_tokens, answers=1)
 
 
 def acceptance_of_blocks(
@@ -4405,7 +4532,7 @@ def own_time_s(answer: Answer) -> Optional[float]:
 
 def others_requests(page: Snapshot) -> float:
     """Requests that run or wait at a moment at which this program has none."""
-    return (page.running() or 0.0) + (page.waiting() or 0.0)
+    return page.in_hand()
 
 
 def answer_findings(run: Run) -> Iterator[Finding]:
@@ -4438,9 +4565,9 @@ def foreign_tokens(run: Run) -> Optional[int]:
     limit = as_count(run.conditions["request"].get("max_tokens"))
     if failed and limit is None:
         return None
-    whole = counter_growth(run.counted[0].before, run.counted[-1].after)
+    whole = counter_growth(run.counted[0].before, run.counted[-1].after, received)
     if run.conditions["shared_server"]:  # between this arm's blocks the other arm used it
-        whole = added_growth([counter_growth(b.before, b.after) for b in run.counted])
+        whole = added_growth([counter_growth(b.before, b.after, b.tokens) for b in run.counted])
     generated = generated_tokens(whole)
     explained = received * (1 + FOREIGN_SHARE) + failed * (limit or 0)
     if generated is None or generated <= explained:
@@ -4489,13 +4616,16 @@ def why_of(baseline: Arm, candidate: Arm) -> Why:
     per_step = ratio_of(acceptance.drafted, target_steps(acceptance))
     fixed = fixed_chain(acceptance)
     applies, needed = bar_of(fixed, cost)
+    draft_cost = ratio_of(None if cost is None else cost - 1, per_step)
+    if draft_cost is not None and draft_cost < 0:
+        draft_cost = None  # below what can be measured
     return Why(
         applies=applies,
         alpha=record["alpha"],
         alpha_needed=needed,
         tokens_per_step=length,
         step_cost=cost,
-        draft_cost=None if cost is None else ratio_of(cost - 1, per_step),
+        draft_cost=draft_cost,
         per_step=per_step,
         chain=fixed or ratio_of(acceptance.drafted, acceptance.steps) or per_step,
         fixed=fixed,
@@ -4519,20 +4649,42 @@ def bar_of(fixed: Optional[int], cost: Optional[float]) -> tuple[str, Optional[f
     return ("any", 0.0) if cost <= 1 else ("varying-chain", None)
 
 
-def fit_of(whys: Sequence[Why]) -> Optional[CostFit]:
-    """Verification and draft cost apart, from candidates with fixed chains of different length."""
+def fit_of(comparison: Comparison, comparisons: Sequence[Comparison]) -> Optional[CostFit]:
+    """Verification and draft cost apart, from fixed chains of different length of one draft.
+
+    None under a candidate that is not one of them: another draft has another cost.
+    """
+    draft = draft_told(comparison.candidate.run)
+    whys = [each.why for each in comparisons if draft_told(each.candidate.run) == draft]
     points, chains = [], set()
     for why in whys:
         if why.fixed and why.per_step is not None and why.step_cost is not None:
             points.append((why.per_step, why.step_cost))
             chains.add(why.fixed)
     costs = fitted_costs(points) if len(chains) > 1 else None
-    if costs is None:
+    if costs is None or comparison.why.fixed is None:
         return None
     verifying, drafting = costs
     if verifying < PLAUSIBLE_VERIFICATION or drafting < 0:
         return None
-    return {"draft_cost": drafting, "verification_cost": verifying, "runs": len(points)}
+    return {
+        "draft_cost": drafting,
+        "verification_cost": verifying,
+        "runs": len(points),
+        "draft_cost_error": fit_error(points, costs),
+    }
+
+
+def draft_told(run: Run) -> tuple[object, ...]:
+    """What a server tells of its draft and target, and its request: all but numbers, as lengths."""
+    about = run.conditions["server"]
+    target = about.get("model_file") or about.get("root") or run.conditions["model"]
+    asked = {name: v for name, v in run.conditions["arm_extras"].items() if isinstance(v, str)}
+    told = set()
+    for answer in run.answers.values():
+        kind = as_dict(answer.statistics.get("timings")).get("draft_kind")
+        told.add((str(kind), str(as_dict(answer.statistics.get("stats")).get("draft_model"))))
+    return run.conditions["engine"], target, asked, told
 
 
 def predictions(
@@ -4546,7 +4698,7 @@ def predictions(
         rates = [why.alpha ** (i + 1) for i in range(why.fixed)]
     if fit:
         verifying, drafting = fit["verification_cost"], fit["draft_cost"]
-    elif why.draft_cost is not None and why.draft_cost >= 0:
+    elif why.draft_cost is not None:
         verifying, drafting = 1.0, why.draft_cost
     else:
         return None
@@ -5259,12 +5411,16 @@ class TextComparison(_TextComparison, total=False):
     sampled: bool
 
 
-class CostFit(TypedDict):
-    """Verification and draft cost, in target steps, fitted over so many candidates."""
-
+class _CostFit(TypedDict):
     draft_cost: float
     verification_cost: float
     runs: int
+
+
+class CostFit(_CostFit, total=False):
+    """Verification and draft cost, in target steps, fitted over so many candidates."""
+
+    draft_cost_error: Optional[float]  # None for fewer than three; since 1.1
 
 
 class BreakEven(TypedDict):
@@ -5768,7 +5924,7 @@ def comparison_record(
         "prompt_log_ratios": prompt_log_ratios(comparison),
         "verdict_withheld": comparison.withheld,
         "workloads": [workload_comparison(*part) for part in comparison.parts.items()],
-        "break_even": break_even_record(comparison, fit_of([c.why for c in level.comparisons])),
+        "break_even": break_even_record(comparison, fit_of(comparison, level.comparisons)),
         "latency_p50_s": {"baseline": median_s(baseline), "speculative": median_s(candidate)},
         "text_comparison": text_comparison(comparison, triage),
         "audit": [*comparison.findings, *forced_findings(judging.forced)],
@@ -6146,7 +6302,7 @@ class Settings:
     arms: tuple[ArmSettings, ...]  # the baseline first, where there is one
     prompts: tuple[Prompt, ...]
     max_tokens: int = 192
-    repeats: int = 1
+    repeats: Optional[int] = None  # None: see `repeats_at`
     warmup: int = 1
     order: str = "paired"
     levels: tuple[int, ...] = (1,)  # requests at a time
@@ -6160,6 +6316,12 @@ class Settings:
     key_variable: str = "SPEC_API_KEY"
     simulated: bool = False
     own_fields: tuple[str, ...] = ()  # names in the bodies of arms, also of arms not measured now
+
+    def repeats_at(self, level: int) -> int:
+        """Rounds over the prompts; under load each is one pair of blocks, which are the sample."""
+        if self.repeats is not None:
+            return self.repeats
+        return 1 if level == 1 else REPEATS_UNDER_LOAD
 
 
 @dataclass(frozen=True)
@@ -6182,6 +6344,7 @@ class Warmed:
 
     servers: tuple[Server, ...]
     hosts: tuple[int, ...]  # the same number for arms that are one server
+    readings: tuple[list[Reading], ...]  # the warm-up of each arm
     findings: list[Finding]
 
 
@@ -6213,7 +6376,7 @@ def conditions_of(
         "sampling": sampling_in(endpoint.request),
         "stream": endpoint.stream,
         "prompts": [prompt_ref(prompt) for prompt in settings.prompts],
-        "repeats": settings.repeats,
+        "repeats": settings.repeats_at(level),
         "warmup": settings.warmup,
         "order": settings.order,
         "concurrency": level,
@@ -6273,11 +6436,12 @@ def this_host() -> Host:
 
 def warmed_up(settings: Settings, servers: Sequence[Server], say: Say) -> Warmed:
     """Send the discarded requests.  Where a stream carries no token count, nothing is streamed."""
-    answers = warm_up([server.endpoint for server in servers], settings.warmup, say)
+    readings = tuple(warm_up([server.endpoint for server in servers], settings.warmup, say))
+    answers = [last_answer(own) for own in readings]
     hosts = tuple(server_numbers(servers, answers, settings.warmup))
     streamed = [answer for answer in answers if answer and answer.streamed]
     if all(answer.completion_tokens is not None for answer in streamed):
-        return Warmed(tuple(servers), hosts, [])
+        return Warmed(tuple(servers), hosts, readings, [])
     words = (
         "a server's streamed answers carry no token count, so all servers are measured without "
         "streaming"
@@ -6287,7 +6451,28 @@ def warmed_up(settings: Settings, servers: Sequence[Server], say: Say) -> Warmed
     for server in servers:
         endpoint = replace(server.endpoint, stream=False)
         plain.append(replace(server, endpoint=endpoint))
-    return Warmed(tuple(plain), hosts, [finding("usage-missing", words)])
+    return Warmed(tuple(plain), hosts, readings, [finding("usage-missing", words)])
+
+
+def last_answer(readings: Sequence[Reading]) -> Optional[Answer]:
+    """The last one that came."""
+    answers = [reading.answer for reading in readings if reading.answer]
+    return answers[-1] if answers else None
+
+
+def await_counters(warmed: Warmed) -> None:
+    """Wait until all that was asked before is counted, or it would be counted into what follows.
+
+    Before the first level that is the warm-up.
+    """
+    for number, server in enumerate(warmed.servers):
+        arms = [arm for arm, host in enumerate(warmed.hosts) if host == warmed.hosts[number]]
+        asked = [reading for arm in arms for reading in warmed.readings[arm]]
+        answers = [reading.answer for reading in asked if reading.answer]
+        tokens = sum_known(answer.completion_tokens for answer in answers)
+        if server.snapshot.samples is not None:
+            failed = len(answers) < len(asked)
+            settled_snapshot(server.endpoint, server.snapshot, tokens, failed)
 
 
 @dataclass(frozen=True)
@@ -6305,12 +6490,13 @@ def measure_levels(
     recorder: Recorder,
     judging: Judging,
 ) -> list[Measured]:
-    """Measure each level of concurrency, and judge each.
+    """Measure each level of concurrency; once all are measured, ask why texts differ, and judge.
 
     An interruption ends the last of those returned; a failure keeps those before.
     """
     warmed = warmed_up(settings, servers, recorder.say)
-    measured: list[Measured] = []
+    measured: list[list[Run]] = []
+    interrupted = False
     run_id = os.urandom(6).hex()
     for level in settings.levels:
         name = run_id
@@ -6318,20 +6504,48 @@ def measure_levels(
             name = f"{run_id}-{level}"
         try:
             planned = planned_runs(settings, warmed, level, name)
-            measured.append(measure_level(settings, warmed, planned, recorder, judging))
+            interrupted = carry_out(settings, warmed, planned, recorder)
         except KeyboardInterrupt:
             if not measured:
                 raise
-            measured[-1] = replace(measured[-1], interrupted=True)
+            interrupted = True
+            break
         except MeasureError as error:
             if not measured:
                 raise
             # the levels before it are kept
             recorder.trouble = "; ".join(filter(None, (recorder.trouble, str(error))))
             break
-        if measured[-1].interrupted:
+        measured.append([recorded(run, recorder, interrupted) for run in planned])
+        if interrupted:
             break
-    return measured
+    return judged_levels(settings, warmed, measured, recorder, judging, interrupted)
+
+
+def judged_levels(
+    settings: Settings,
+    warmed: Warmed,
+    measured: Sequence[list[Run]],
+    recorder: Recorder,
+    judging: Judging,
+    interrupted: bool,
+) -> list[Measured]:
+    """What came of the levels; where nothing interrupted them, with the triage of their texts."""
+    levels = []
+    for runs in measured:
+        begun = [run for run in runs if run.readings or not run.interrupted]
+        levels.append(level_of(begun, judging.min_gain))
+    triage: list[dict[str, dict[str, Triage]]] = [{} for _ in levels]
+    try:
+        for level, known in zip(levels, triage):
+            if not interrupted:
+                triage_texts(level, warmed.servers[0].endpoint, settings, recorder, known)
+    except KeyboardInterrupt:  # all is measured: it must not be lost
+        interrupted = True
+    results = [result_of(level, judging, known) for level, known in zip(levels, triage)]
+    told = [Measured(result, runs, False) for result, runs in zip(results, measured)]
+    told[-1] = replace(told[-1], interrupted=interrupted)
+    return told
 
 
 def planned_runs(settings: Settings, warmed: Warmed, level: int, run_id: str) -> list[Run]:
@@ -6343,27 +6557,6 @@ def planned_runs(settings: Settings, warmed: Warmed, level: int, run_id: str) ->
     return runs
 
 
-def measure_level(
-    settings: Settings,
-    warmed: Warmed,
-    planned: Sequence[Run],
-    recorder: Recorder,
-    judging: Judging,
-) -> Measured:
-    """Measure one level of concurrency, and judge it."""
-    interrupted = carry_out(settings, warmed, planned, recorder)
-    runs = [recorded(run, recorder, interrupted) for run in planned]
-    begun = [run for run in runs if run.readings or not interrupted]
-    level = level_of(begun, judging.min_gain)
-    triage: dict[str, dict[str, Triage]] = {}
-    if not interrupted:
-        try:
-            triage_texts(level, warmed.servers[0].endpoint, settings, recorder, triage)
-        except KeyboardInterrupt:  # all is measured: it must not be lost
-            interrupted = True
-    return Measured(result_of(level, judging, triage), runs, interrupted)
-
-
 def carry_out(
     settings: Settings, warmed: Warmed, planned: Sequence[Run], recorder: Recorder
 ) -> bool:
@@ -6371,10 +6564,11 @@ def carry_out(
     level = planned[0].conditions["concurrency"]
     endpoints = [server.endpoint for server in warmed.servers]
     workloads = [prompt.workload for prompt in settings.prompts]
-    plan = make_plan(workloads, settings.repeats, len(endpoints), settings.order, level)
+    plan = make_plan(workloads, settings.repeats_at(level), len(endpoints), settings.order, level)
     headers = [run.conditions for run in planned]
     recorder.begin(headers, sum(len(block.shots) for block in plan))
     is_warm = settings.warmup > 0
+    await_counters(warmed)
     interrupted = execute(plan, endpoints, settings.prompts, warmed.hosts, recorder, level, is_warm)
     if recorder.readings:
         for run in planned:
@@ -6834,9 +7028,12 @@ def reason_lines(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRec
     fit, draft_cost = why["fit"], why["draft_cost"]
     if fit:
         advice = "; the advice below rests on this fit" if why["predicted"] else ""
+        spread, error = "", fit.get("draft_cost_error")
+        if error is not None:
+            spread = f" (give or take {error:.3f})"
         yield (
             f"Fitted over {fit['runs']} candidates: verifying costs {fit['verification_cost']:.2f} "
-            f"target steps, each drafted token {fit['draft_cost']:.3f}{advice}."
+            f"target steps, each drafted token {fit['draft_cost']:.3f}{spread}{advice}."
         )
     elif draft_cost is not None:
         yield (

@@ -39,6 +39,7 @@ that message if the field is there; `gaps={7: (" other", 0.125)}` (or a callable
 asked, token 7 is preferred to " other" by 0.125 nats (a negative gap: " other" is preferred), elsewhere the runner-up
 is 5 nats away; `foreign=N`: with every answer N tokens of another client reach the counters;
 `busy=(running, waiting)` is added to the gauges; `lag_reads=N`: N reads after an answer still show the old values;
+`lag_s=S`: an answer is counted S seconds after it was sent, by `clock` (a callable; time.monotonic);
 `counted_before=Counts(tokens=..., histogram=[...], drafts=[...])`: where the counters start;
 `pages={"/props": {...}}`: other answers to GET: a JSON value, a text, or (status, content type, bytes).
 Methods: `.generate(tokens)` adds foreign traffic, `.restart()` is a new process (counters at 0, new start time). All
@@ -389,6 +390,7 @@ def page_tensorrt(server, c):
         gauge("trtllm_num_requests_running", labels, server.running)
         + gauge("trtllm_num_requests_waiting", labels, server.waiting)
         + counter("trtllm_request_success", labels, c.requests)
+        + counter("trtllm_generation_tokens", labels, c.tokens)
     )
     if server.speculation:
         positions = [dict(labels, token_position=str(i)) for i in range(len(c.per_position))]
@@ -1325,6 +1327,8 @@ class FakeServer(Loopback):
         foreign=0,
         busy=(0, 0),
         lag_reads=0,
+        lag_s=0.0,
+        clock=time.monotonic,
         counted_before=None,
         pages=None,
         faults=(),
@@ -1348,6 +1352,7 @@ class FakeServer(Loopback):
         self.strict = self.kind.strict if strict is None else strict
         self.reject, self.gaps, self.foreign, self.busy = reject or {}, gaps, foreign, busy
         self.lag_reads, self.pages = lag_reads, dict(pages or {})
+        self.lag_s, self.clock, self._late = lag_s, clock, []
         self.faults, self.repeat_fault, self.page_faults = (
             list(faults),
             repeat_fault,
@@ -1413,12 +1418,18 @@ class FakeServer(Loopback):
                     self._old if self._old_reads else self.counters,
                     self.lag_reads,
                 )
-            self.counters += counts
+            if self.lag_s:
+                self._late.append((self.clock() + self.lag_s, counts))
+            else:
+                self.counters += counts
             self.given.append(counts)
             if self.foreign:
                 self.generate(self.foreign)
 
     def shown(self):
+        with self.lock:
+            while self._late and self._late[0][0] <= self.clock():
+                self.counters += self._late.pop(0)[1]
         return self._old if self._old_reads else self.counters
 
     def read_counters(self):

@@ -110,6 +110,28 @@ def assert_written_conforms(before, after):
             assert_conforms(name, data[len(old) :])
 
 
+class Clock:
+    """Seconds that pass only where the program sleeps: waiting in model time."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds or 0.2  # run_main sets the pause between two reads to 0
+
+    @contextlib.contextmanager
+    def runs(self):
+        """While this lasts, the program sleeps and waits by this clock."""
+        with (
+            mock.patch.object(ms.time, "sleep", self.sleep),
+            mock.patch.object(ms.time, "monotonic", self),
+        ):
+            yield
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -2,6 +2,7 @@
 through the whole program, where the fake server knows the truth."""
 
 import contextlib
+import dataclasses
 import email.message
 import json
 import math
@@ -751,7 +752,8 @@ class RealRuns(unittest.TestCase):
                 self.assertEqual(told["steps"], steps)
                 self.assertEqual(told["mean_length"] and round(told["mean_length"], 9), mean_length)
                 self.assertAlmostEqual(
-                    told["tokens_per_target_step"], (tokens - 1) / (tokens - 1 - accepted)
+                    told["tokens_per_target_step"],
+                    (tokens - 1) / max(tokens - 1 - accepted, steps or 0),
                 )
                 self.assertAlmostEqual(record["decode_tokens_per_s"], speed, 2)
 
@@ -785,13 +787,59 @@ class RealRuns(unittest.TestCase):
                 self.assertNotIn("not-drafting", findings(outcome.comparison()))
                 self.assertIsNotNone(outcome.comparison()["verdict"])
 
-    def test_last_draft_of_an_answer_that_overshoots_is_no_negative_step(self):
-        """Accepted tokens behind the limit are counted and not emitted: N - R - A may come out at zero or below."""
+    def test_drafts_accepted_beyond_the_end_leave_the_counted_steps(self):
+        """They are counted and not emitted: N - R - A may come out at zero or below."""
         told = ms.acceptance_record(
             of_answers(ms.Acceptance("metrics", 3, 12, 12, (3, 3, 3, 3)), 10, 1)
         )
-        self.assertIsNone(told["tokens_per_target_step"])
+        self.assertEqual(told["tokens_per_target_step"], 3.0)
         self.assertEqual((told["mean_length"], told["alpha"]), (5.0, 1.0))
+
+    def test_more_tokens_a_step_than_a_whole_draft_and_one_are_never_told(self):
+        for steps, accepted, positions, tokens in (
+            (None, 42, (8, 8, 8, 8, 8, 2), 49),  # 6 steps of 8 tokens from drafts of 6
+            (None, 42, None, 43),  # no step left
+            (9, 0, (0,), 8),  # fewer tokens than steps
+        ):
+            with self.subTest(tokens=tokens):
+                found = ms.Acceptance("metrics", steps, 56, accepted, positions)
+                record = ms.acceptance_record(of_answers(found, tokens, 1))
+                self.assertIsNone(record["tokens_per_target_step"])
+
+    def test_a_chain_is_not_fixed_where_one_answer_contradicts_it(self):
+        """Drafts in one answer of twelve: 20 steps with a draft of one each, 220 without any."""
+        for drafted in ([20] + [0] * 11, [40, 0], [60, 20, 20]):
+            each = tuple(
+                ms.Acceptance("timings", None, n, n // 2, tokens=21 + n // 2, answers=1)
+                for n in drafted
+            )
+            whole = ms.added_acceptance(each)
+            whole = of_answers(whole, sum(a.tokens for a in each), len(each))
+            told = dataclasses.replace(whole, each=each)
+            self.assertIsNone(ms.fixed_chain(told), drafted)
+            self.assertIsNone(ms.acceptance_record(told)["alpha"], drafted)
+        even = tuple([each[1]] * 3)
+        told = of_answers(ms.added_acceptance(even), 3 * even[0].tokens, 3)
+        self.assertEqual(ms.fixed_chain(dataclasses.replace(told, each=even)), 1)
+
+    def test_an_answer_without_drafts_beside_answers_with_many_leaves_no_chain(self):
+        def answers(prompt, n):
+            server.speculation = Speculation(1, (1, 0)) if prompt == PROMPTS[0] else None
+            return None
+
+        with FakeServer("ik_llama.cpp", answers=answers, speculation=PATTERN) as server:
+            record = measure(None, server, "--warmup", "0", prompts=PROMPTS)
+        self.assertIsNone(record.endpoint("speculative")["acceptance"]["alpha"])
+
+    def test_case_f05_target_steps_are_never_fewer_than_the_counted_ones(self):
+        for steps, drafted, accepted, tokens, right in (
+            (96, 672, 504, 588, 576 / 96),
+            (108, 540, 444, 528, 516 / 108),
+        ):
+            found = ms.Acceptance("response", steps, drafted, accepted)
+            record = ms.acceptance_record(of_answers(found, tokens, 12))
+            self.assertAlmostEqual(record["tokens_per_target_step"], right)
+            self.assertEqual((record["drafted"], record["accepted"]), (drafted, accepted))
 
 
 class AcceptanceInReports(unittest.TestCase):

@@ -371,10 +371,69 @@ class FittedCosts(unittest.TestCase):
     def test_planted_costs_are_recovered_and_stand_in_every_record(self):
         for record in self.outcome(2, 4, 8).comparisons():
             fit = record["break_even"]["fit"]
-            self.assertEqual(set(fit), {"draft_cost", "verification_cost", "runs"})
+            self.assertEqual(
+                set(fit), {"draft_cost", "verification_cost", "runs", "draft_cost_error"}
+            )
             self.assertAlmostEqual(fit["verification_cost"], self.VERIFICATION, delta=1e-9)
             self.assertAlmostEqual(fit["draft_cost"], self.DRAFT, delta=1e-9)
             self.assertEqual(fit["runs"], 3)
+
+    def test_the_fit_of_three_tells_its_own_error_and_that_of_two_has_none(self):
+        for chains, right in (((2, 4, 8), 0.0), ((2, 8), None)):
+            error = self.outcome(*chains).comparisons()[0]["break_even"]["fit"]["draft_cost_error"]
+            self.assertEqual(error is None, right is None)
+            self.assertAlmostEqual(error or 0.0, 0.0)
+
+    def test_the_fit_stands_under_its_own_candidates_only(self):
+        """Drafts of varying length, as of a lookup, are not of the draft that was fitted."""
+        lookup = answer(401, 250 * self.T_S, drafted=310, accepted=150)
+        outcome = compare(
+            ("plain.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]])),
+            ("k2.jsonl", saved_run("k2", [[self.run_of(2, 250)]])),
+            ("k8.jsonl", saved_run("k8", [[self.run_of(8, 480)]])),
+            ("lookup.jsonl", saved_run("lookup", [[lookup]])),
+        )
+        fits = [record["break_even"]["fit"] for record in outcome.comparisons()]
+        self.assertEqual([fit and fit["runs"] for fit in fits], [2, 2, None])
+
+    def test_two_drafts_have_no_fit_together(self):
+        for told in (
+            [{"arm_extras": {"draft_model": name}} for name in ("small", "tiny")],
+            [{"model": name} for name in ("small", "tiny")],
+            [{"engine": name} for name in ("vllm", "sglang")],
+        ):
+            outcome = compare(
+                ("plain.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]])),
+                ("k2.jsonl", saved_run("k2", [[self.run_of(2, 250)]], **told[0])),
+                ("k8.jsonl", saved_run("k8", [[self.run_of(8, 480)]], **told[1])),
+            )
+            fits = [record["break_even"]["fit"] for record in outcome.comparisons()]
+            self.assertEqual(fits, [None, None], told)
+
+    def test_settings_of_one_draft_are_fitted_whatever_their_names(self):
+        """A router has a name for each setting of one model file."""
+        plain = saved_run("baseline", [[answer(401, 400 * self.T_S)]])
+        runs = [
+            saved_run(
+                "k%d" % k,
+                [[self.run_of(k, accepted)]],
+                model="m-k%d" % k,
+                arm_extras={"num_draft_tokens": k},
+                server={"model_file": "m.gguf"},
+            )
+            for k, accepted in ((2, 250), (8, 480))
+        ]
+        outcome = compare(("plain.jsonl", plain), *zip(("k2.jsonl", "k8.jsonl"), runs))
+        self.assertTrue(all(r["break_even"]["fit"] for r in outcome.comparisons()))
+
+    def test_a_draft_that_costs_less_than_can_be_measured_has_no_cost(self):
+        fast = answer(601, 200 * 0.9 * self.T_S, drafted=800, accepted=400)
+        why = compare(
+            ("plain.jsonl", saved_run("baseline", [[answer(401, 400 * self.T_S)]])),
+            ("fast.jsonl", saved_run("fast", [[fast]])),
+        ).comparison()["break_even"]
+        self.assertAlmostEqual(why["step_cost"], 0.9)
+        self.assertIsNone(why["draft_cost"])
 
     def test_two_candidates_of_one_chain_length_give_no_fit(self):
         """The ends of answers cut their drafts differently: 800 and 798 in 200 steps are chains of 4 both."""

@@ -236,8 +236,8 @@ class FindingsOnCounters(unittest.TestCase):
                 % (
                     server.truth.tokens,
                     server.truth.steps,
-                    server.truth.accepted,
-                    2 * server.truth.accepted,
+                    server.truth.accepted // 2,
+                    server.truth.accepted // 2 * 2,
                 )
             )
             outcome = measure(None, server, prompts=TWO)

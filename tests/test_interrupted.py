@@ -259,12 +259,12 @@ class InterruptedAfterTheReadings(unittest.TestCase):
             [0.25, None],
         )
 
-    def test_levels_of_load_that_were_finished_are_recorded_and_no_further_one_begins(self):
+    def test_all_levels_are_measured_before_texts_are_asked_about_so_none_is_lost(self):
         outcome = self.measured(
             [self.GAP, KeyboardInterrupt], "--concurrency", "1,2,4", prompts=("one",)
         )
         self.assertEqual(outcome.code, 130)
-        self.assertEqual([r["concurrency"] for r in outcome.records], [1, 1, 1, 2, 2, 2])
+        self.assertEqual([r["concurrency"] for r in outcome.records], [1, 1, 1, 2, 2, 2, 4, 4, 4])
 
     def test_ctrl_c_between_two_levels_loses_no_level(self):
         real, calls = ms.conditions_of, []

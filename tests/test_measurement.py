@@ -65,7 +65,9 @@ class Together:
 class LevelsOfLoad(unittest.TestCase):
     def test_each_level_has_its_own_records_under_the_same_labels(self):
         with FakeServer() as a, FakeServer(speculation=Speculation(4, (2,))) as b:
-            outcome = measure(a, b, "--concurrency", "1,2,4", "--label", "load", prompts=PROMPTS)
+            outcome = measure(
+                a, b, "--repeats", 1, "--concurrency", "1,2,4", "--label", "load", prompts=PROMPTS
+            )
             self.assertEqual(outcome.code, 0, outcome.err)
             truth = sum_counts(b.given[1:])
         self.assertEqual(
@@ -102,7 +104,7 @@ class LevelsOfLoad(unittest.TestCase):
         counter = Together()
         with FakeServer(answers=counter, first_delay_s=0.6, words=3) as a:
             counter.server = a
-            outcome = measure(a, None, "--concurrency", 64, prompts=PROMPTS)
+            outcome = measure(a, None, "--repeats", 1, "--concurrency", 64, prompts=PROMPTS)
         record = outcome.endpoint()
         self.assertEqual(
             (outcome.code, record["requests"], record["completed"], counter.most), (0, 128, 128, 64)
@@ -114,7 +116,7 @@ class LevelsOfLoad(unittest.TestCase):
             FakeServer(first_delay_s=0.1, words=8) as a,
             FakeServer(first_delay_s=0.1, words=8) as b,
         ):
-            outcome = measure_kinds(a, b, ["x", "y"], "--concurrency", 4)
+            outcome = measure_kinds(a, b, ["x", "y"], "--repeats", 1, "--concurrency", 4)
         for arm in ("baseline", "speculative"):
             record = outcome.endpoint(arm)
             self.assertEqual(record["output_tokens"], 16 * 8)
@@ -178,7 +180,9 @@ class LevelsOfLoad(unittest.TestCase):
 
     def test_warm_up_happens_once_and_outside_every_level(self):
         with FakeServer() as a, FakeServer() as b:
-            outcome = measure(a, b, "--concurrency", "1,2", "--warmup", 2, prompts=PROMPTS)
+            outcome = measure(
+                a, b, "--repeats", 1, "--concurrency", "1,2", "--warmup", 2, prompts=PROMPTS
+            )
             self.assertEqual([len(a.chats), len(b.chats)], [2 + 4 + 4] * 2)
         self.assertEqual(
             [r["requests"] for r in outcome.records if r["kind"] == "endpoint"], [4] * 4
@@ -219,7 +223,7 @@ class FailuresUnderLoad(unittest.TestCase):
             FakeServer(first_delay_s=0.05) as a,
             FakeServer(speculation=DRAFTS, first_delay_s=0.05, faults=[None] * 12 + ["html"]) as b,
         ):
-            outcome = measure_kinds(a, b, ["x", "y"], "--concurrency", 4)
+            outcome = measure_kinds(a, b, ["x", "y"], "--repeats", 1, "--concurrency", 4)
         record, endpoint = outcome.comparison(), outcome.endpoint("speculative")
         self.assertEqual(
             (outcome.code, endpoint["failed"], endpoint["completed"], endpoint["requests"]),
@@ -249,7 +253,7 @@ class FailuresUnderLoad(unittest.TestCase):
                 repeat_fault=True,
             ) as b,
         ):
-            outcome = measure_kinds(a, b, ["x", "y"], "--concurrency", 4)
+            outcome = measure_kinds(a, b, ["x", "y"], "--repeats", 1, "--concurrency", 4)
         record = outcome.comparison()
         self.assertEqual(
             (record["speedup"], record["verdict"], record["speculative_tokens_per_s"]),

@@ -99,7 +99,7 @@ class DraftsOfVaryingLength(unittest.TestCase):
 
     def test_a11_the_mean_over_drafting_steps_is_kept_apart(self):
         """With the drafter's own count (470 of 699 steps had a draft) 3.3255 is the mean length, and not the speed."""
-        pages = [PAGES % (0, 0, 0)] * 2 + [PAGES % (470, 1717, 1093)]
+        pages = [PAGES % (0, 0, 0)] * 4 + [PAGES % (470, 1717, 1093)]
         outcome = measured(None, body_of("A11", "spec.json"), pages=pages)
         accepted = outcome.endpoint("speculative")["acceptance"]
         self.assertEqual((accepted["steps"], accepted["source"]), (470, "timings+metrics"))
@@ -107,7 +107,7 @@ class DraftsOfVaryingLength(unittest.TestCase):
         self.assertAlmostEqual(accepted["tokens_per_target_step"], 2.5637, delta=5e-5)
 
     def test_a11_a_draft_costs_per_target_step_and_its_length_is_that_of_a_draft(self):
-        pages = [PAGES % (0, 0, 0)] * 2 + [PAGES % (470, 1717, 1093)]
+        pages = [PAGES % (0, 0, 0)] * 4 + [PAGES % (470, 1717, 1093)]
         baseline = json.loads(body_of("A11", "spec.json"))
         baseline["timings"] = {
             "predicted_n": 1793,

@@ -184,13 +184,14 @@ class RunFilesWritten(unittest.TestCase):
         recorder.write({"kind": "run"})
         server = mock.Mock(endpoint=ms.Endpoint("baseline", "http://x/v1", "http://x"))
         with (
-            mock.patch.object(ms, "warm_up", return_value=[None]),
+            mock.patch.object(ms, "warm_up", return_value=[[]]),
             mock.patch.object(ms, "conditions_of", return_value={}),
             mock.patch.object(
                 ms,
-                "measure_level",
-                side_effect=[mock.Mock(interrupted=False), ms.MeasureError("no threads")],
+                "carry_out",
+                side_effect=[False, ms.MeasureError("no threads")],
             ),
+            mock.patch.object(ms, "judged_levels"),
         ):
             settings = ms.Settings(arms=(), prompts=(), warmup=0, levels=(1, 300))
             ms.measure_levels(settings, [server], recorder, ms.Judging("x", 0.0))

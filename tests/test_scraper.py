@@ -10,8 +10,9 @@ import unittest
 from unittest import mock
 
 import measure_speculative as ms
-from tests.fakes import CASES, PAGES, Counts, FakeServer, ReplayServer, Speculation
+from tests.fakes import CASES, PAGES, Counts, FakeServer, ReplayServer, Speculation, sum_counts
 from tests.support import (
+    Clock,
     findings,
     measure,
     of_answers,
@@ -50,6 +51,10 @@ def endpoint_for(server, **more):
     return ms.Endpoint(
         "speculative", server.url, server.root, "m", metrics_url=server.root + "/metrics", **more
     )
+
+
+def text_of(chat):
+    return json.dumps(chat["body"])
 
 
 class SwitchingServer(ReplayServer):
@@ -332,9 +337,7 @@ class CounterGrowth(unittest.TestCase):
         self.assertEqual(found.drafted / found.steps, 7.0)
         self.assertAlmostEqual(told["rate"], 0.3621, 4)
         self.assertAlmostEqual(told["mean_length"], 3.5349, 4)
-        self.assertAlmostEqual(
-            told["tokens_per_target_step"], (16990 - 200) / (16990 - 200 - 12208)
-        )
+        self.assertAlmostEqual(told["tokens_per_target_step"], (16990 - 200) / found.steps)
 
     def test_case_c19_old_names_are_known(self):
         found = ms.acceptance_of_counters(growth_of("C19"), 20)
@@ -421,7 +424,7 @@ class CounterGrowth(unittest.TestCase):
             ),
         ):
             with self.subTest(name):
-                growth = ms.counter_growth(before, after)
+                growth = ms.counter_growth(before, after, 50)
                 self.assertEqual((growth.reset, growth.samples is None), (is_reset, is_reset))
 
     def test_growth_of_blocks_adds_up_and_one_void_block_voids_it(self):
@@ -684,6 +687,215 @@ class CountersThatSettle(unittest.TestCase):
             if "num_drafts" in name
         }
         self.assertEqual(list(counts.values()), [truth.steps])
+
+
+COUNTING = {  # engines with counters of drafts, and of these what each tells
+    "llama.cpp": ("steps", "drafted", "accepted"),
+    "vllm": ("steps", "drafted", "accepted"),
+    "vllm-old": ("steps", "drafted", "accepted"),
+    "sglang": ("steps", "accepted"),
+    "lmdeploy": ("steps", "drafted", "accepted"),
+    "tgi": ("steps", "accepted"),
+    "tensorrt-llm": ("drafted", "accepted"),
+}
+
+
+class CountersThatLag(unittest.TestCase):
+    """Answers that are counted some time after they were sent, by a clock that only sleeping moves."""
+
+    def measured(self, engine, lag_s, *flags, **options):
+        """(the endpoint record of a drafting server whose counters lag, the server)"""
+        clock = Clock()
+        with (
+            FakeServer(
+                engine,
+                speculation=Speculation(4, (4, 2, 0)),
+                details=False,
+                lag_s=lag_s,
+                clock=clock,
+                **options,
+            ) as server,
+            clock.runs(),
+        ):
+            outcome = measure(None, server, *flags, prompts=PROMPTS)
+        self.assertEqual(outcome.code, 0, outcome.err)
+        return outcome.records, server
+
+    def test_acceptance_is_the_truth_and_nothing_is_found_whatever_the_lag(self):
+        for engine, tells in COUNTING.items():
+            for lag_s in (0.02, 0.1, 1.0, 2.0):
+                for warmup in (0, 1, 3):
+                    with self.subTest(engine=engine, lag_s=lag_s, warmup=warmup):
+                        (record,), server = self.measured(engine, lag_s, "--warmup", warmup)
+                        truth = sum_counts(server.given[warmup:])
+                        self.assertEqual(
+                            [record["acceptance"][name] for name in tells],
+                            [getattr(truth, name) for name in tells],
+                        )
+                        self.assertEqual(record["audit"], [])
+
+    def test_the_same_holds_at_every_level_of_load(self):
+        for engine, tells in COUNTING.items():
+            for lag_s in (0.02, 1.0, 2.0):
+                with self.subTest(engine=engine, lag_s=lag_s):
+                    records, server = self.measured(
+                        engine, lag_s, "--concurrency", "1,2", "--repeats", 1
+                    )
+                    given = server.given[1:3], server.given[3:]
+                    for record, counts in zip(records, given):
+                        truth = sum_counts(counts)
+                        self.assertEqual(
+                            [record["acceptance"][name] for name in tells],
+                            [getattr(truth, name) for name in tells],
+                        )
+                        self.assertEqual(record["audit"], [])
+
+    def test_triage_is_asked_once_all_levels_are_measured(self):
+        with FakeServer("vllm") as a, FakeServer("vllm", answers=lambda p, n: "other text") as b:
+            outcome = measure(a, b, "--concurrency", "1,2", "--repeats", 1, prompts=PROMPTS)
+        asked = ["logprobs" in chat["body"] for chat in a.chats]
+        self.assertIn(True, asked)
+        self.assertEqual(asked, sorted(asked))
+        measured = asked.index(True)
+        self.assertEqual(*(sorted(map(text_of, chats)) for chats in (a.chats[:measured], b.chats)))
+        self.assertNotIn("foreign-traffic", findings(*outcome.records))
+
+    def test_a_failed_request_and_another_client_leave_the_truth_or_nothing(self):
+        prompts = ["p%d" % i for i in range(4)]
+        lines = "".join(
+            json.dumps({"prompt": p, "workload": "ab"[i % 2]}) + "\n" for i, p in enumerate(prompts)
+        )
+        for engine, tells in COUNTING.items():
+            for details in (False, True):
+                for failing, foreign in ((True, 0), (False, 25), (True, 25)):
+                    with (
+                        self.subTest(
+                            engine=engine, details=details, failing=failing, foreign=foreign
+                        ),
+                        FakeServer(
+                            engine,
+                            speculation=Speculation(4, (4, 2, 0)),
+                            details=details,
+                            foreign=foreign,
+                            faults=[None, None, "no-finish"] if failing else [],
+                        ) as server,
+                    ):
+                        outcome = measure(
+                            None,
+                            server,
+                            "--prompts",
+                            "p.jsonl",
+                            "--max-tokens",
+                            40,
+                            files={"p.jsonl": lines},
+                        )
+                        record = outcome.endpoint("speculative")
+                        self.check(record, server.given, failing, foreign, tells)
+
+    def check(self, record, given, failing, foreign, tells):
+        # given: warm-up, then p0, p2 of one kind and p1, p3 of the other; p2 fails
+        answered = [counts for i, counts in enumerate(given[1:]) if not (failing and i == 1)]
+        truths = [sum_counts(answered), sum_counts(given[3:])]
+        told = record["acceptance"] or {}
+        for name in tells:
+            right = [getattr(truth, name) for truth in truths]
+            self.assertIn(told.get(name), [None, *right], name)
+        if told.get("tokens_per_target_step") is not None:
+            truth = next(t for t in truths if t.accepted == told["accepted"])
+            self.assertAlmostEqual(
+                told["tokens_per_target_step"],
+                (truth.tokens - truth.requests) / (truth.steps + truth.plain_steps),
+            )
+        if foreign:
+            self.assertIn("foreign-traffic", findings(record))
+
+    def test_gauges_tell_other_requests_and_never_our_own(self):
+        for engine in COUNTING:
+            for level in (1, 3):
+                for busy in ((0, 0), (1, 0), (0, 2)):
+                    with (
+                        self.subTest(engine=engine, level=level, busy=busy),
+                        FakeServer(engine, busy=busy) as server,
+                    ):
+                        record = measure(
+                            server, None, "--concurrency", level, "--repeats", 1, prompts=PROMPTS
+                        ).endpoint()
+                        found = [entry["finding"] for entry in record["audit"]]
+                        self.assertEqual("busy" in found, any(busy))
+
+    def test_gauges_that_still_show_our_last_request_call_no_server_busy(self):
+        """SGLang writes them in decode iterations, and idle every 30 s."""
+        with FakeServer("sglang") as server:
+            page = (
+                "# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs %d\n"
+                "# TYPE sglang:generation_tokens_total counter\nsglang:generation_tokens_total %d\n"
+            )
+            server.pages["/metrics"] = lambda: page % (bool(server.given), server.truth.tokens)
+            record = measure(server, None, "--repeats", 3, prompts=PROMPTS).endpoint()
+        self.assertNotIn("busy", findings(record))
+
+
+class CountersThatAppear(unittest.TestCase):
+    """A family that was NaN or missing at the first read, and is there at the second."""
+
+    GENERATED = "# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total %d\n"
+    DRAFTS = "".join(
+        '# TYPE vllm:spec_decode_num_%s_total counter\nvllm:spec_decode_num_%s_total{e="0"} %%s\n'
+        % (name, name)
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+
+    def growth(self, before, after, received=180):
+        return ms.block_growth(snapshot(before), snapshot(after), received)
+
+    def test_a_whole_life_is_never_counted_into_a_run(self):
+        after = self.GENERATED % 40180 + self.DRAFTS % (30080, 120000, 60000)
+        for before in ("", self.DRAFTS % ("NaN", "NaN", "NaN")):
+            for generated in ("", self.GENERATED % 40000, self.GENERATED.replace("%d", "NaN")):
+                with self.subTest(before=before, generated=generated):
+                    growth = self.growth(before + generated + "up 1\n", after)
+                    self.assertIsNone(growth.samples)
+                    self.assertFalse(growth.reset)
+                    self.assertIsNone(ms.acceptance_of_counters(growth, 3))
+                    self.assertIsNone(ms.spec_delta(growth))
+
+    def test_one_counter_of_the_family_that_was_nan_is_unknown(self):
+        before = self.GENERATED % 40000 + self.DRAFTS % (30000, "NaN", 59900)
+        after = self.GENERATED % 40180 + self.DRAFTS % (30080, 120000, 60000)
+        self.assertIsNone(self.growth(before, after).samples)
+
+    def test_a_family_that_began_meanwhile_counts_from_zero(self):
+        after = self.GENERATED % 40180 + self.DRAFTS % (80, 320, 97)
+        for before in (self.GENERATED % 40000, self.GENERATED % 40000 + "# TYPE x counter\n"):
+            found = ms.acceptance_of_counters(self.growth(before, after), 3)
+            self.assertEqual((found.steps, found.drafted, found.accepted), (80, 320, 97))
+
+    def test_more_accepted_than_made_is_void(self):
+        before = self.GENERATED % 40000 + self.DRAFTS % (10, 40, 30)
+        after = self.GENERATED % 40180 + self.DRAFTS % (90, 360, 230)
+        growth = self.growth(before, after)
+        self.assertIsNone(growth.samples)
+        self.assertIn("200 draft tokens accepted where 180 were made", growth.void)
+
+
+class LinesOfAnyLength(unittest.TestCase):
+    def test_a_line_of_40_kB_costs_less_than_a_tenth_of_a_second(self):
+        n = 40_000
+        for line in (
+            'a{"%s"} 1' % ("a" * n),
+            "a%s#" % (" " * n),
+            "a{%s} 1" % ("a" * n),
+            "a{%s} 1" % ("," * n),
+            'a{x="1"%sy} 1' % (" " * n),
+            'a{x="%s"} 1' % ("\\n" * (n // 2)),
+            "a{%s" % ('x="1",' * (n // 6)),
+            "vllm:spec_%s 1" % ("_" * n),
+            "a 1 %sx" % ("-" * n),
+        ):
+            with self.subTest(line[:12]):
+                started = time.process_time()
+                snapshot("b 1\n" + line)
+                self.assertLess(time.process_time() - started, 0.1)
 
 
 class CountersInRecords(unittest.TestCase):

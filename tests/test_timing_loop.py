@@ -160,6 +160,26 @@ class PlanUnderLoad(unittest.TestCase):
             for block in ms.make_plan(["a"] * 5 + ["b"], 1, 2, concurrency=level):
                 self.assertGreaterEqual(len(block.shots), 2 * level)
 
+    def test_a_block_takes_all_prompts_before_copies_and_copies_are_repeats(self):
+        for prompts, level, copies in ((5, 2, 1), (5, 3, 2), (12, 4, 1), (1, 4, 8)):
+            plan = ms.make_plan(["a"] * prompts, 2, 2, concurrency=level)
+            for number, block in enumerate(plan):
+                first = number // 2 * copies
+                self.assertEqual(
+                    [(shot.repeat, shot.prompt) for shot in block.shots],
+                    list(itertools.product(range(first, first + copies), range(prompts))),
+                )
+
+    def test_four_pairs_of_blocks_are_measured_under_load_unless_told_otherwise(self):
+        for flags, repeats in (
+            (("--concurrency", "1,2"), [1, 4]),
+            (("--concurrency", "1,2", "--repeats", "2"), [2, 2]),
+        ):
+            with FakeServer() as a:
+                outcome = measure(a, None, *flags, prompts=PROMPTS)
+            self.assertEqual([r["repeats"] for r in outcome.records], repeats)
+            self.assertEqual([r["requests"] for r in outcome.records], [4 * n for n in repeats])
+
 
 class PlanCarriedOut(unittest.TestCase):
     def test_requests_go_out_one_at_a_time_in_the_order_of_the_plan(self):
