@@ -435,12 +435,16 @@ def one_printable_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def one_line(text: str, limit: int = 300) -> str:
-    """Server text for a message: blanks folded, cut at `limit` characters."""
-    folded = " ".join(text.split())
-    if len(folded) > limit:
-        folded = folded[: limit - 3] + "..."
-    return folded
+def one_line(text: str, limit: int = 200) -> str:
+    """Server text as it may be kept and shown: on one line, printable, at most `limit` characters.
+
+    Whatever enters goes through here: a finish reason of 3 MB once made 9 MB of notebook.
+    """
+    folded = " ".join(text[: 9 * limit].split())
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in folded)
+    if len(shown) > limit:
+        shown = shown[: limit - 3] + "..."
+    return shown
 
 
 def say_on_stderr(words: str) -> None:
@@ -1664,6 +1668,7 @@ class Answer:
     undecodable: bool = False
     silent_tokens: int = 0  # counted, told as no reasoning, and without any text
     timings_doubtful: bool = False  # the server's own times contradict latency or usage
+    tool_calls: str = ""  # a JSON list of {"name", "arguments"}, arguments as they were sent
 
     @functools.cached_property
     def drafts(self) -> Optional[Acceptance]:
@@ -1671,9 +1676,9 @@ class Answer:
         return acceptance_of_answer(self.statistics)
 
     @property
-    def texts(self) -> tuple[str, str]:
-        """(content, reasoning)."""
-        return self.content, self.reasoning
+    def texts(self) -> tuple[str, str, str]:
+        """(content, reasoning, tool calls)."""
+        return self.content, self.reasoning, self.tool_calls
 
 
 class _DeadlineSocket(socket.socket):
@@ -1687,10 +1692,30 @@ class _DeadlineSocket(socket.socket):
         return super().recv_into(*args, **kwargs)
 
 
+class Response(http.client.HTTPResponse):
+    """The answer to a request; interim ones (102, 103) are none and are passed over."""
+
+    def __init__(self, sock: _DeadlineSocket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.socket = sock
+
+    def begin(self) -> None:
+        """Read the head, as http.client calls it."""
+        super().begin()
+        while self.status < 200:
+            self.headers = None  # type: ignore[assignment]
+            super().begin()
+
+    def end_within(self, seconds: float) -> None:
+        """Let reads end so much later at most, with socket.timeout."""
+        self.socket.deadline = min(self.socket.deadline, time.perf_counter() + seconds)
+
+
 def _connect(host: str, timeout: float, **options: Any) -> http.client.HTTPConnection:
     """A connection to which the whole exchange has `timeout` seconds."""
     deadline = time.perf_counter() + timeout
     connection = http.client.HTTPConnection(host, timeout=timeout, **options)
+    connection.response_class = Response
     connection.connect()
     wrapped = _DeadlineSocket(fileno=connection.sock.detach())
     wrapped.settimeout(timeout)
@@ -1800,23 +1825,23 @@ def _spellings(key: str) -> list[str]:
     return sorted(spellings, key=len, reverse=True)
 
 
-def scrubbed(value: Any, key: str, levels: int = 20) -> Any:
+def scrubbed(value: Any, key: str, levels: int = 20, shown: Callable[[str], str] = str) -> Any:
     """A JSON value as it may be kept.
 
-    Without the key in its strings, numbers finite, no deeper than `levels`.
+    Without the key in its strings, these as `shown`, numbers finite, no deeper than `levels`.
     """
     if isinstance(value, str):
-        return redacted(value, key, SECRET_LENGTH)
+        return shown(redacted(value, key, SECRET_LENGTH))
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):
-        return [scrubbed(item, key, levels - 1) for item in value if levels]
+        return [scrubbed(item, key, levels - 1, shown) for item in value if levels]
     if not isinstance(value, dict):
         return value
     kept = {}
     if levels:
         for name, item in value.items():
-            kept[redacted(name, key, SECRET_LENGTH)] = scrubbed(item, key, levels - 1)
+            kept[shown(redacted(name, key, SECRET_LENGTH))] = scrubbed(item, key, levels - 1, shown)
     return kept
 
 
@@ -1834,8 +1859,11 @@ def _refusal(error: urllib.error.HTTPError, key: str) -> RequestFailed:
 
 def _body_text(error: urllib.error.HTTPError) -> str:
     body = b""
-    with error, contextlib.suppress(OSError, http.client.HTTPException):
-        body = error.read(65536)
+    with error, contextlib.suppress(OSError, http.client.HTTPException, RequestFailed):
+        for piece in body_pieces(cast(Response, error.fp)):
+            body += piece
+            if len(body) > PIECE_BYTES:
+                break
     if _is_html(body):
         return "an HTML page"
     text = body.decode("utf-8", "replace")
@@ -1855,7 +1883,7 @@ def said_in(error: object) -> str:
     words = fields.get("message") or fields.get("detail") or error
     if isinstance(words, str):
         return words
-    return json.dumps(words)
+    return json.dumps(scrubbed(words, "", 5))  # it may be nested deeper than can be written
 
 
 def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
@@ -1884,7 +1912,7 @@ def _connection_trouble(error: Exception, timeout_s: float, key: str) -> str:
 PIECE_BYTES = 65536
 
 
-def body_pieces(response: http.client.HTTPResponse) -> Iterator[bytes]:
+def body_pieces(response: Response) -> Iterator[bytes]:
     """The body in pieces as they arrive, unpacked where it is gzip.
 
     IncompleteRead where it was cut, RequestFailed where it is too long or no gzip after all.
@@ -1921,7 +1949,7 @@ def exchange(
     url: str,
     key: str,
     timeout_s: float,
-    read: Callable[[http.client.HTTPResponse], T],
+    read: Callable[[Response], T],
     body: Optional[JSON] = None,
 ) -> T:
     """What `read` makes of the response to a GET, or to a POST of `body`.
@@ -1948,7 +1976,7 @@ def _request(url: str, key: str, body: Optional[JSON]) -> urllib.request.Request
     return request
 
 
-def whole_body(response: http.client.HTTPResponse) -> bytes:
+def whole_body(response: Response) -> bytes:
     """All of it, unpacked."""
     return b"".join(body_pieces(response))
 
@@ -2022,7 +2050,7 @@ def post_chat(
     endpoint: Endpoint,
     messages: Sequence[JSON],
     extra: JSON,
-    read: Callable[[http.client.HTTPResponse], T],
+    read: Callable[[Response], T],
 ) -> T:
     """What `read` makes of the answer to a chat request.
 
@@ -2034,12 +2062,19 @@ def post_chat(
     return exchange(url, endpoint.key, endpoint.timeout_s, read, body)
 
 
-def _decoded(raw: bytes) -> tuple[str, bool]:
-    """(text, whether bytes that are not UTF-8 had to become U+FFFD)."""
-    try:
-        return raw.decode("utf-8"), False
-    except UnicodeDecodeError:
-        return raw.decode("utf-8", "replace"), True
+# Halves of a character that JSON escapes spelled, and that no other half stands beside.
+_LONE_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
+def whole_text(text: str) -> str:
+    """The text with split characters joined, and what is none as U+FFFD.
+
+    A character may come in two events, as two JSON escapes or as raw bytes; "surrogateescape" has
+    kept these.
+    """
+    paired = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    raw = _LONE_HALF.sub("\ufffd", paired).encode("utf-8", "surrogateescape")
+    return raw.decode("utf-8", "replace")
 
 
 class DecodeTime(NamedTuple):
@@ -2048,6 +2083,11 @@ class DecodeTime(NamedTuple):
     seconds: Optional[float] = None
     tokens: Optional[int] = None
     source: Optional[str] = None  # "timings", "stream", or "stream-approximate"
+
+
+SILENCE_S = 1.0  # after usage and a finish reason: what is still said has come by then
+CLOCKS_APART_S = 0.05  # between a server's own clock and this one, besides 5%
+WRONG_UNIT = 300.0  # so many times too short, a time is in another unit
 
 
 @dataclass
@@ -2067,20 +2107,25 @@ class AnswerBuilder:
     first_at: Optional[float] = None  # when the first text came
     last_text_at: float = 0.0
     last_at: float = 0.0  # when the last event came
+    told_at: float = math.inf  # when usage and finish reason had both come
     first_tokens: Optional[int] = None  # in the first text, where its event tells them
+    # name and arguments of each, in the pieces in which they came, by its place
+    tool_calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
+    response: Optional[Response] = None
     done: bool = False
     undecodable: bool = False
     several_choices: bool = False
     unreadable: bool = False  # some event was no JSON
     lacks_a_piece: bool = False  # such an event may have held some of the text
 
-    def read(self, response: http.client.HTTPResponse) -> Answer:
+    def read(self, response: Response) -> Answer:
         """The answer of a response: a server may stream or not, whatever it was asked for."""
         pieces = body_pieces(response)
         first = next(pieces, b"")
         kind = response.headers.get("Content-Type") or ""
         as_events = re.match(rb"(\xef\xbb\xbf)?\s*(data|event|id|retry)?:", first)
         if as_events or "event-stream" in kind.lower():
+            self.response = response
             self.add_stream(first, pieces)
             return self.answer(streamed=True)
         body = b"".join([first, *pieces])
@@ -2088,9 +2133,8 @@ class AnswerBuilder:
         return self.answer(streamed=False)
 
     def _add_plain(self, body: bytes, at: float) -> None:
-        text, self.undecodable = _decoded(body)
         try:
-            event = loads(text.lstrip("\ufeff"))
+            event = loads(body.decode("utf-8", "surrogateescape").lstrip("\ufeff"))
         except ValueError:
             kind = "no valid JSON"
             if _is_html(body):
@@ -2104,30 +2148,42 @@ class AnswerBuilder:
         self.done = bool(as_dict(event).get("choices"))
 
     def add_stream(self, first: bytes, pieces: Iterator[bytes]) -> None:
-        """Read server-sent events up to [DONE] or the end; a cut connection just ends them."""
-        data: list[bytes] = []
-        at, failed = time.perf_counter(), False
-        with contextlib.suppress(http.client.IncompleteRead):
-            for line, at in _lines(first, pieces):
-                if line.startswith(b"data:"):
-                    data.append(line[5:])
-                elif not line:
-                    if data:
-                        self._dispatch(data, at, failed)
-                    if self.done:
-                        return
-                    data, failed = [], False
-                elif re.match(rb"error:|event:\s*error\s*$", line):
-                    failed = True
-                    if line.startswith(b"error:"):
-                        data.append(line[6:])
-        if data:  # the blank line behind the last event may be missing although all was said
-            self._dispatch(data, at, failed)
+        """Read server-sent events up to [DONE] or the end; a cut connection just ends them.
 
-    def _dispatch(self, data: list[bytes], at: float, failed: bool) -> None:
-        """Take in the lines of one event; `failed` where it was sent as an error."""
-        text, is_damaged = _decoded(b"\n".join(data).strip())
-        self.undecodable |= is_damaged
+        So does silence once usage and finish reason have come: some streams stay open, or go on.
+        """
+        try:
+            self._add_events(_lines(first, pieces))
+        except http.client.IncompleteRead:
+            pass
+        except socket.timeout:
+            if self.told_at == math.inf:
+                raise
+
+    def _add_events(self, lines: Iterator[tuple[bytes, float]]) -> None:
+        data: list[bytes] = []
+        at, kind = 0.0, b""
+        for line, at in lines:
+            if line.startswith(b"data:"):
+                data.append(line[5:])
+            elif not line:
+                if data:
+                    self._dispatch(data, at, kind)
+                if self.done or (self.finish_reason and at > self.told_at + SILENCE_S):
+                    return
+                data, kind = [], b""
+            elif line.startswith(b"event:"):
+                kind = line[6:].strip()
+            elif line.startswith(b"error:"):
+                kind = b"error"
+                data.append(line[6:])
+        if data:  # the blank line behind the last event may be missing although all was said
+            self._dispatch(data, at, kind)
+
+    def _dispatch(self, data: list[bytes], at: float, kind: bytes) -> None:
+        """Take in the lines of one event, which may have a name."""
+        text = b"\n".join(data).strip().decode("utf-8", "surrogateescape")  # see whole_text
+        failed = kind == b"error"
         if text == "[DONE]" and not failed:
             self.done = True
             self.last_at = at
@@ -2140,7 +2196,7 @@ class AnswerBuilder:
         if failed:
             self.add({"error": event or text or "no reason given"}, at)
         elif event is not None:
-            self.add(event, at)
+            self.add(event, at, kind)
 
     def _note_unreadable(self, text: str, error: Exception) -> None:
         self.unreadable |= bool(text)
@@ -2149,12 +2205,15 @@ class AnswerBuilder:
         if self.finish_reason is None and ((is_cut and looks_like_json) or '"content"' in text):
             self.lacks_a_piece = True
 
-    def add(self, event: object, at: float) -> None:
-        """Take in one event; RequestFailed for an error object, whatever came before it."""
+    def add(self, event: object, at: float, kind: bytes = b"") -> None:
+        """Take in one event; RequestFailed for an error object, whatever came before it.
+
+        The message of a `kind` with a name of its own, as "ping", is no complaint.
+        """
         fields = as_dict(event)
         self.last_at = at
         complaint = fields.get("error")
-        if not complaint and "choices" not in fields:
+        if not complaint and "choices" not in fields and kind in (b"", b"message"):
             complaint = fields.get("message") or fields.get("detail")
         if complaint or "error" in (fields.get("object"), fields.get("type")):
             words = said_in(fields.get("error") or fields)
@@ -2168,6 +2227,10 @@ class AnswerBuilder:
         for name in known_to(ENGINES).statistics:
             if fields.get(name):
                 self.statistics[name] = fields[name]
+        if self.finish_reason and self.usage and self.told_at == math.inf:
+            self.told_at = at
+            if self.response:
+                self.response.end_within(SILENCE_S)
 
     def _add_choice(self, choice: object, at: float) -> None:
         fields = as_dict(choice)
@@ -2175,9 +2238,11 @@ class AnswerBuilder:
             self.several_choices = True
             return
         part = as_dict(fields.get("delta") or fields.get("message"))
-        content = _text_of(part.get("content"))
+        content = _text_of(part.get("content")) or _text_of(part.get("refusal"))
         reasoning = _text_of(part.get("reasoning_content") or part.get("reasoning"))
-        if content or reasoning:
+        calls = part.get("tool_calls")
+        says_more = calls and self._add_tool_calls(calls)
+        if content or reasoning or says_more:
             self.content.append(content)
             self.reasoning.append(reasoning)
             self.last_text_at = at
@@ -2185,10 +2250,29 @@ class AnswerBuilder:
                 self.first_at = at
                 self.first_tokens = self._tokens_at_first(fields.get("token_ids"))
         if fields.get("finish_reason"):
-            reason = str(fields["finish_reason"])
-            self.finish_reason = redacted(reason, self.key, SECRET_LENGTH)
+            reason = scrubbed(fields["finish_reason"], self.key, 2)
+            self.finish_reason = one_line(str(reason))
         if isinstance(fields.get("speculative_decoding"), dict):
             self.statistics["choice"] = fields["speculative_decoding"]
+
+    def _add_tool_calls(self, calls: object) -> bool:
+        """Take in parts of tool calls; whether they say anything."""
+        came = False
+        if not isinstance(calls, list):
+            return came
+        for call in map(as_dict, calls):
+            function = as_dict(call.get("function"))
+            name, arguments = _text_of(function.get("name")), function.get("arguments") or ""
+            if not isinstance(arguments, str):
+                arguments = json.dumps(scrubbed(arguments, ""))
+            place = as_count(call.get("index"))
+            if place is None:  # then a name begins a new one
+                place = len(self.tool_calls) - (not name)
+            names, pieces = self.tool_calls.setdefault(place, ([], []))
+            names.append(name)
+            pieces.append(arguments)
+            came |= bool(name or arguments)
+        return came
 
     def _tokens_at_first(self, token_ids: object) -> Optional[int]:
         """How many tokens the first text holds, where its event tells them."""
@@ -2200,21 +2284,30 @@ class AnswerBuilder:
         """The answer so far; RequestFailed where it is not whole."""
         content = self._joined(self.content)
         reasoning = self._joined(self.reasoning)
-        self._check_whole(content, reasoning)
+        tool_calls = self._joined_calls()
+        self._check_whole(len(content))
         details = as_dict(self.usage.get("completion_tokens_details"))
         if details:
             self.statistics["usage_details"] = details
-        tokens = as_count(self.usage.get("completion_tokens"))
-        if self.several_choices:  # the count covers them all
-            tokens = None
+        has_text = bool(content or reasoning or tool_calls)
+        tokens, hidden = self._counts(has_text, content, reasoning)
         latency_s = self.last_at - self.started
+        if not self.done:  # what a stream without [DONE] says behind its usage is no part of it
+            latency_s = min(self.last_at, self.told_at) - self.started
         ttft_s = None
-        decode = self._told_decode_time()
+        decode, doubtful = self._told_decode_time(), False
+        if decode:
+            doubtful = self._is_contradicted(tokens, latency_s)
         if streamed and self.first_at is not None:
             ttft_s = self.first_at - self.started
-            decode = decode or self._stream_decode_time(self.first_at, tokens)
-        decode = decode or DecodeTime()
-        statistics = scrubbed(self.statistics, self.key)
+            decode = decode or self._stream_decode_time(self.first_at, tokens, hidden, latency_s)
+        if decode is None or doubtful:
+            decode = DecodeTime()
+        silent = (tokens or 0) - hidden
+        if has_text or silent <= 2:  # an end token, and what stands around it
+            silent = 0
+        prompt_tokens = as_count(self.usage.get("prompt_tokens"))
+        statistics = scrubbed(self.statistics, self.key, shown=one_line)
         return Answer(
             content=content,
             reasoning=reasoning,
@@ -2225,30 +2318,56 @@ class AnswerBuilder:
             decode_tokens=decode.tokens,
             decode_source=decode.source,
             completion_tokens=tokens,
-            prompt_tokens=as_count(self.usage.get("prompt_tokens")),
+            prompt_tokens=prompt_tokens,
             cached_tokens=self._cached_tokens(),
             statistics=statistics,
             streamed=streamed,
             undecodable=self.undecodable,
+            silent_tokens=silent,
+            timings_doubtful=doubtful,
+            tool_calls=tool_calls,
         )
 
+    def _counts(self, has_text: bool, content: str, reasoning: str) -> tuple[Optional[int], int]:
+        """(tokens of the answer, those of them that were thought and never sent).
+
+        The first is None where the server does not tell it, or tells what cannot be.
+        """
+        tokens = as_count(self.usage.get("completion_tokens"))
+        if self.several_choices or (tokens == 0 and has_text):  # a count of all choices, or none
+            tokens = None
+        details = as_dict(self.usage.get("completion_tokens_details"))
+        thought = as_count(details.get("reasoning_tokens")) or 0
+        if reasoning or "</think>" in content:
+            thought = 0
+        return tokens, min(thought, tokens or 0)
+
     def _joined(self, parts: list[str]) -> str:
-        """The text, with half of a surrogate pair as U+FFFD: two halves may come in two events."""
+        """The text, whatever the events in which it came; what is no character as U+FFFD."""
         text = redacted("".join(parts), self.key, SECRET_LENGTH)
         try:
             text.encode("utf-8")
             return text
         except UnicodeEncodeError:
-            whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            whole = whole_text(text)
             self.undecodable |= whole.count("\ufffd") > text.count("\ufffd")
             return whole
 
-    def _check_whole(self, content: str, reasoning: str) -> None:
+    def _joined_calls(self) -> str:
+        """The tool calls in order, as one text to compare; "" where there are none."""
+        if not self.tool_calls:
+            return ""
+        calls = []
+        for _, (names, pieces) in sorted(self.tool_calls.items()):
+            calls.append({"name": "".join(names), "arguments": "".join(pieces)})
+        return self._joined([json.dumps(calls, ensure_ascii=False)])
+
+    def _check_whole(self, characters: int) -> None:
         """RequestFailed where the answer did not end as an answer does."""
         if not (self.done or self.finish_reason):
             raise RequestFailed(
                 "the answer ended without a finish reason and without [DONE] "
-                f"({len(content)} characters had come); did the server stop or crash? See its log"
+                f"({characters} characters had come); did the server stop or crash? See its log"
             )
         if self.lacks_a_piece:
             raise RequestFailed(
@@ -2259,7 +2378,7 @@ class AnswerBuilder:
             raise RequestFailed(
                 f"gave up, with the finish reason {self.finish_reason}; see the server's log"
             )
-        if self.unreadable and not (content or reasoning):
+        if self.unreadable and self.first_at is None:
             raise RequestFailed("sent a stream that cannot be read: no event of it is JSON")
 
     def _cached_tokens(self) -> Optional[int]:
@@ -2285,11 +2404,41 @@ class AnswerBuilder:
         is_without_first = abs(rate * told_ms / 1000 - (told_tokens - 1)) < 0.25
         return DecodeTime(told_ms / 1000, told_tokens - is_without_first, "timings")
 
-    def _stream_decode_time(self, first_at: float, tokens: Optional[int]) -> Optional[DecodeTime]:
-        """From the first text to the last, for the tokens after the first text."""
-        later_tokens = (tokens or 0) - (self.first_tokens or 1)
+    def _is_contradicted(self, tokens: Optional[int], latency_s: float) -> bool:
+        """Whether the server's timings cannot be of this answer: too long, too short, other tokens.
+
+        Seconds for milliseconds made 2000x, ten times the tokens of usage 20x.
+        """
+        timings = as_dict(self.statistics.get("timings"))
+        told_s = (as_number(timings.get("predicted_ms")) or 0.0) / 1000
+        if told_s > 1.05 * latency_s + CLOCKS_APART_S:
+            return True
+        told_tokens = as_count(timings.get("predicted_n")) or 0
+        if tokens is not None and abs(told_tokens - tokens) > 2 + tokens / 10:
+            return True
+        seen_s = latency_s
+        if self.first_at is not None and self.last_text_at > self.first_at:
+            seen_s = self.last_text_at - self.first_at
+        else:
+            told_s += (as_number(timings.get("prompt_ms")) or 0.0) / 1000
+        return seen_s > max(CLOCKS_APART_S, WRONG_UNIT * told_s)
+
+    def _stream_decode_time(
+        self, first_at: float, tokens: Optional[int], hidden: int, latency_s: float
+    ) -> Optional[DecodeTime]:
+        """From the first text to the last, for the tokens after the first text.
+
+        None also for more than twice the rate of the whole answer: a proxy held its text back, or
+        tokens were made that nobody saw.
+        """
+        first_tokens = self.first_tokens or 1
+        if first_tokens <= hidden:
+            first_tokens += hidden
+        later_tokens = (tokens or 0) - first_tokens
         seconds = self.last_text_at - first_at
         if later_tokens < 1 or seconds <= 0:
+            return None
+        if later_tokens * latency_s > 2 * (tokens or 0) * seconds:
             return None
         source = "stream" if self.first_tokens else "stream-approximate"
         return DecodeTime(seconds, later_tokens, source)
@@ -2689,7 +2838,10 @@ def generated_tokens(growth: Growth) -> Optional[float]:
 def _by_series(samples: Iterable[Sample]) -> dict[str, float]:
     """The values of the speculation series under the server's own names, positions by number."""
     kept = sorted((s for s in samples if _SPECULATION.match(s.name)), key=_place)
-    return {s.series: int(s.value) if s.value == int(s.value) else s.value for s in kept}
+    told = {}
+    for s in kept:
+        told[one_line(s.series, 1000)] = int(s.value) if s.value == int(s.value) else s.value
+    return told
 
 
 def _place(sample: Sample) -> tuple[str, int, str]:
@@ -3110,8 +3262,9 @@ class Listing:
 
     @property
     def served(self) -> tuple[str, ...]:
-        """The names of the models."""
-        return tuple(str(entry["id"]) for entry in self.entries if entry.get("id"))
+        """The names of the models; what is as long as a book is none."""
+        names = [str(entry["id"]) for entry in self.entries if entry.get("id")]
+        return tuple(name for name in names if len(name) <= 1000)
 
     def entry_of(self, model: str) -> JSON:
         """The entry of a model, or the only one, whatever it is called; {} where there is none."""
@@ -3245,7 +3398,7 @@ def identify(endpoint: Endpoint, listing: Listing) -> Identity:
         if row.version.is_told_by(page):
             if row.version.names_engine:
                 engine = row
-            return Identity(engine, str(page[row.version.field]), page)
+            return Identity(engine, one_line(str(page[row.version.field])), page)
     return Identity(engine)
 
 
@@ -3272,7 +3425,8 @@ def about_of(endpoint: Endpoint, identity: Identity, entry: JSON) -> About:
         "tensor_parallel": tensor_parallel,
         "lifetime_accept_length": _lifetime_accept_length(told.get("internal_states")),
     }
-    return cast(About, {name: value for name, value in about.items() if value is not None})
+    known = {name: value for name, value in about.items() if value is not None}
+    return cast(About, scrubbed(known, "", shown=one_line))
 
 
 def _lifetime_accept_length(states: object) -> Optional[float]:
@@ -3446,6 +3600,8 @@ class Counted:
         return self.workload, self.repeat
 
 
+# What threads hand over: a reading, or what went wrong in place of it, and when.
+Done = queue.SimpleQueue[tuple[Union[Reading, BaseException], float]]
 Pair = tuple[int, int]  # (prompt index, repeat), both 0-based
 BlockKey = tuple[str, int]  # (workload, first repeat)
 
@@ -3742,15 +3898,19 @@ class Loop:
         Returns when the last ended, and the most requests that were seen queueing, None if unknown.
         """
         pending: queue.SimpleQueue[Shot] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[Reading, float]] = queue.SimpleQueue()
+        done: Done = queue.SimpleQueue()
         for shot in shots:
             pending.put(shot)
 
         def work() -> None:
-            with contextlib.suppress(queue.Empty):
+            try:
                 while True:
                     reading = self.take(pending.get_nowait())
                     done.put((reading, self.recorder.clock()))
+            except queue.Empty:
+                pass
+            except BaseException as error:  # whatever it is: else its request would be waited for
+                done.put((error, self.recorder.clock()))
 
         try:
             start_threads(work, self.concurrency)
@@ -3760,16 +3920,19 @@ class Loop:
                 while True:
                     pending.get_nowait()
 
-    def collect(
-        self, done: queue.SimpleQueue[tuple[Reading, float]], left: int, endpoint: Endpoint
-    ) -> tuple[float, Optional[float]]:
-        """Record what is `done` until none is left, and look meanwhile how many requests queue."""
+    def collect(self, done: Done, left: int, endpoint: Endpoint) -> tuple[float, Optional[float]]:
+        """Record what is `done` until none is left, and look meanwhile how many requests queue.
+
+        What a thread could not handle is raised here.
+        """
         clock = self.recorder.clock
         finished, look_at = 0.0, clock() + 0.3
         queued: list[float] = []
         while left:
             with contextlib.suppress(queue.Empty):
                 reading, finished = done.get(timeout=0.1)
+                if isinstance(reading, BaseException):
+                    raise reading
                 self.recorder.add(reading)
                 left -= 1
             if clock() >= look_at and left >= self.concurrency:
@@ -3916,7 +4079,7 @@ def divergence(
     reading: Reading, own: Answer, other: Answer, unstable: bool
 ) -> Optional[Divergence]:
     """How the other server's answer differs from the baseline's `own`; None where they agree."""
-    for where in ("content", "reasoning"):
+    for where in ("content", "reasoning", "tool_calls"):
         found = first_difference(getattr(own, where), getattr(other, where))
         if found is None:
             continue
@@ -3935,8 +4098,8 @@ def divergence(
             "column": found.column,
             "baseline_tail": found.baseline_tail,
             "speculative_tail": found.speculative_tail,
-            "baseline_finish_reason": own.finish_reason,
-            "speculative_finish_reason": other.finish_reason,
+            "baseline_finish_reason": own.finish_reason and one_line(own.finish_reason),
+            "speculative_finish_reason": other.finish_reason and one_line(other.finish_reason),
             "baseline_tokens": own.completion_tokens,
             "speculative_tokens": other.completion_tokens,
             # a text that stops early under an equal count: tokens were counted that never came
@@ -4025,6 +4188,8 @@ def ask_for_gap(
     Asked with its prompt cache as it is: a real server repeated its answer in 19 of 20 cases so,
     in 6 of 20 without.
     """
+    if found["where"] == "tool_calls":
+        return unknown_gap("no server tells log probabilities of tool calls")
     try:
         tokens = _logprobs(baseline, prompt)
     except RequestFailed as error:
@@ -4032,22 +4197,48 @@ def ask_for_gap(
     text = getattr(own, found["where"]).encode("utf-8")
     rest = getattr(other, found["where"]).encode("utf-8")
     told = gap_finding(tokens, text, rest, found["first_difference_at_byte"])
-    return cast(Triage, scrubbed(told, baseline.key))
+    return cast(Triage, scrubbed(told, baseline.key, shown=lambda text: text[:200]))
 
 
 def _logprobs(endpoint: Endpoint, prompt: Prompt) -> list[JSON]:
-    """The chosen tokens with their alternatives, as the server sends them."""
-    extra = {"stream": False, "logprobs": True, "top_logprobs": 20}
+    """The chosen tokens with their alternatives, of which some servers give 10 or 5 at most."""
+    for count in (20, 10):
+        try:
+            return _logprobs_of(endpoint, prompt, count)
+        except RequestFailed as error:
+            # mlx-lm closes the connection, others say what is wrong
+            if error.status not in (400, 422, 500) and "closed the connection" not in str(error):
+                raise
+    return _logprobs_of(endpoint, prompt, 5)
+
+
+def _logprobs_of(endpoint: Endpoint, prompt: Prompt, count: int) -> list[JSON]:
+    extra = {"stream": False, "logprobs": True, "top_logprobs": count}
     try:
         answer = loads(post_chat(endpoint, prompt.messages, extra, whole_body).decode())
     except ValueError:
         raise RequestFailed("no valid JSON came back") from None
     choices = as_dict(answer).get("choices")
     first = as_dict(choices[0]) if isinstance(choices, list) and choices else {}
-    content = as_dict(first.get("logprobs")).get("content")
-    if not isinstance(content, list) or not content:
+    told = as_dict(first.get("logprobs"))
+    content = told.get("content")
+    if not isinstance(content, list):
+        content = _from_completions(told)
+    if not content:
         raise RequestFailed("the server sends none")
-    return [as_dict(entry) for entry in content]
+    return cast("list[JSON]", scrubbed(content, "", 6))
+
+
+def _from_completions(told: JSON) -> list[JSON]:
+    """The same where it comes in the shape of text completions, as from llama-cpp-python."""
+    columns = [told.get(name) for name in ("tokens", "token_logprobs", "top_logprobs")]
+    if not all(isinstance(column, list) for column in columns):
+        return []
+    entries = []
+    for token, logprob, listed in zip(*map(cast, itertools.repeat("list[Any]"), columns)):
+        options = [{"token": name, "logprob": value} for name, value in as_dict(listed).items()]
+        entries.append({"token": token, "logprob": logprob, "top_logprobs": options})
+    return entries
 
 
 def _token_bytes(entry: JSON) -> bytes:
@@ -4057,6 +4248,28 @@ def _token_bytes(entry: JSON) -> bytes:
     return str(entry.get("token") or "").encode("utf-8", "replace")
 
 
+# Byte-level vocabularies spell a byte that cannot be printed as the character 256 + its number
+# among those: \u0120 is a blank, \u010a a line end.  SentencePiece writes \u2581 for a blank.
+_PRINTED_BYTES = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_OTHER_BYTES = [byte for byte in range(256) if byte not in _PRINTED_BYTES]
+_VOCABULARY = {
+    **{chr(byte): bytes([byte]) for byte in _PRINTED_BYTES},
+    **{chr(256 + number): bytes([byte]) for number, byte in enumerate(_OTHER_BYTES)},
+    "\u2581": b" ",
+}
+_VOCABULARY_MARK = re.compile("[\u0120\u010a\u2581]")
+
+
+def _vocabulary_bytes(entry: JSON) -> bytes:
+    """What a token stands for where the server shows it as its vocabulary spells it."""
+    token = str(entry.get("token") or "")
+    return b"".join(_VOCABULARY.get(c, c.encode("utf-8", "replace")) for c in token)
+
+
+# How the tokens of a server are spelled: what makes bytes of an entry.
+Spelling = Callable[[JSON], bytes]
+
+
 def gap_finding(tokens: Sequence[JSON], own: bytes, other: bytes, offset: int) -> Triage:
     """near-tie, clear-preference or not-known, from the log probabilities of the answer `own`.
 
@@ -4064,14 +4277,20 @@ def gap_finding(tokens: Sequence[JSON], own: bytes, other: bytes, offset: int) -
     token there and the token with which the other text goes on; for one that is not listed it is
     at least the distance to the last listed.
     """
-    start = answer_start(b"".join(map(_token_bytes, tokens)), own, offset)
+    tokens = list(map(as_dict, tokens))
+    spelling = _token_bytes
+    if _VOCABULARY_MARK.search(str(tokens)) and not _VOCABULARY_MARK.search(
+        own.decode("utf-8", "replace")
+    ):
+        spelling = _vocabulary_bytes
+    start = answer_start(b"".join(map(spelling, tokens)), own, offset)
     if start is None:
         return unknown_gap("its answer changed again")
     at = -start  # reasoning comes before the content
     for entry in tokens:
-        size = len(_token_bytes(entry))
+        size = len(spelling(entry))
         if at + size > offset or (at == offset and size == 0):
-            return _gap_at(entry, other[max(at, 0) :])
+            return _gap_at(entry, other[max(at, 0) :], spelling)
         at += size
     return unknown_gap("the baseline's answer ends there")
 
@@ -4089,48 +4308,75 @@ def answer_start(spelled: bytes, own: bytes, offset: int) -> Optional[int]:
 _END_TOKEN = re.compile(rb"(<[^<>\s]{1,40}>)?")
 
 
-def _gap_at(entry: JSON, rest: bytes) -> Triage:
+@dataclass(frozen=True)
+class Alternative:
+    """A token that the baseline could have chosen; no log probability where none is told."""
+
+    logprob: Optional[float]
+    raw: bytes
+    token: str
+    is_readable: bool
+
+
+def _gap_at(entry: JSON, rest: bytes, spelling: Spelling) -> Triage:
     """The gap between the token of this place and the one with which `rest` goes on."""
-    chosen, ranked = as_number(entry.get("logprob")), ranked_alternatives(entry)
-    if chosen is None or not ranked:
+    chosen, listed = as_number(entry.get("logprob")), alternatives(entry, spelling)
+    known = [option.logprob for option in listed if option.logprob is not None]
+    if chosen is None or not known:
         return unknown_gap("the server lists no alternatives")
-    matching = [option for option in ranked if goes_on(option, _token_bytes(entry), rest)]
+    if max(chosen, *known) > 0.001:
+        return unknown_gap("the server sends probabilities in place of their logarithms")
+    matching = [option for option in listed if goes_on(option, spelling(entry), rest)]
     found: Triage = {
         **UNKNOWN_GAP,
         "baseline_token": str(entry.get("token")),
         "at_least": not matching,
     }
+    if not matching and not all(option.is_readable for option in listed):
+        reason = "the other server's token may be one that cannot be read"
+        return {**found, "at_least": False, "reason": reason}
+    last = min(known)
     if matching:
-        gap = chosen - matching[0][0]
-        found["speculative_token"] = matching[0][2]
-    else:
-        gap = chosen - ranked[-1][0]
-        if gap <= NEAR_TIE_NATS:
-            reason = "the other server's token is not among those listed"
-            return {**found, "reason": reason}
+        found["speculative_token"] = matching[0].token
+        if matching[0].logprob is None:
+            return {**found, "reason": "the other server's token comes without its probability"}
+        last = matching[0].logprob
+    gap = chosen - last
     near = abs(gap) <= NEAR_TIE_NATS
+    if near and not matching:
+        return {**found, "reason": "the other server's token is not among those listed"}
     return {**found, "gap_nats": gap, "finding": "near-tie" if near else "clear-preference"}
 
 
-def ranked_alternatives(entry: JSON) -> list[tuple[float, bytes, str]]:
-    """(log probability, bytes, token) of each alternative that can be read, likeliest first."""
+def alternatives(entry: JSON, spelling: Spelling) -> list[Alternative]:
+    """What is listed beside a token, likeliest first.
+
+    Ollama shows every part of a character as U+FFFD; only an end token has no bytes, and says so.
+    """
     listed = entry.get("top_logprobs")
     known = []
     for option in map(as_dict, listed if isinstance(listed, list) else []):
-        logprob = as_number(option.get("logprob"))
-        if logprob is not None:
-            known.append((logprob, _token_bytes(option), str(option.get("token"))))
-    return sorted(known, reverse=True)
+        raw = spelling(option)
+        is_end = not raw and isinstance(option.get("bytes"), list)
+        known.append(
+            Alternative(
+                logprob=as_number(option.get("logprob")),
+                raw=raw,
+                token=str(option.get("token")),
+                is_readable=is_end or (bool(raw) and b"\xef\xbf\xbd" not in raw),
+            )
+        )
+    known.sort(key=lambda each: (each.logprob is not None, each.logprob or 0.0), reverse=True)
+    return known
 
 
-def goes_on(option: tuple[float, bytes, str], own: bytes, rest: bytes) -> bool:
+def goes_on(option: Alternative, own: bytes, rest: bytes) -> bool:
     """Whether the other text goes on, or ends, with this alternative."""
-    raw = option[1]
-    if raw == own:
+    if option.raw == own:
         return False
     if not rest:
-        return _END_TOKEN.fullmatch(raw) is not None
-    return bool(raw) and rest.startswith(raw)
+        return _END_TOKEN.fullmatch(option.raw) is not None
+    return bool(option.raw) and rest.startswith(option.raw)
 
 
 # ---- comparison ---------------------------------------------------------------------------------
@@ -5571,6 +5817,7 @@ class AnswerLine(_AnswerLine, total=False):
 
     silent_tokens: int
     timings_doubtful: bool
+    tool_calls: str
 
 
 class SnapshotLine(TypedDict):
@@ -6083,8 +6330,8 @@ def reading_from_json(line: JSON) -> Reading:
     """The reading of a line that fits."""
     answer = None
     if line["error"] is None:
-        names = [name for name in Answer.__dataclass_fields__ if name in line]
-        answer = Answer(**{name: line[name] for name in names})
+        fields = Answer.__dataclass_fields__
+        answer = Answer(**{name: line[name] for name in fields if name in line})
     return Reading(
         arm=line["arm"],
         prompt_index=line["prompt_index"],
@@ -6896,10 +7143,24 @@ def fitted_row(row: Sequence[str], widths: Sequence[int], left: int) -> str:
     return "  ".join(cells).rstrip()
 
 
+_MARKDOWN_ESCAPES = str.maketrans({"<": "&lt;", "`": "\\`"})  # a ">" without "<" ends nothing
+
+
+def markdown_words(text: str) -> str:
+    """Words in Markdown: on one line, no tag, link or code of their own in them."""
+    return one_printable_line(text).translate(_MARKDOWN_ESCAPES).replace("](", "]\\(")
+
+
+def markdown_cell(text: str) -> str:
+    """The same in a table."""
+    escaped = " ".join(text.splitlines()).replace("\\", "\\\\").replace("|", "\\|")
+    return markdown_words(escaped)
+
+
 def markdown_table(header: Sequence[str], rows: Rows) -> str:
     """The same table as Markdown."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
-    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    body = [list(map(markdown_cell, row)) for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, rule, *body])
 
 
@@ -7300,7 +7561,7 @@ def audit_lines(
     entries = [(f"{endpoint_arm(r)}: ", entry) for r in endpoints for entry in r["audit"]]
     entries += [("", entry) for record in comparisons for entry in record["audit"]]
     lines = [f"Note: {arm}{entry['detail']} [{entry['finding']}]" for arm, entry in entries]
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(map(one_printable_line, lines)))
 
 
 def caveats(record: ComparisonRecord) -> str:
@@ -7649,8 +7910,9 @@ def divergence_report(result: Result, prompts: Optional[Sequence[Prompt]], comma
 def request_line(record: EndpointRecord) -> str:
     """What one server was asked for, in the bug report."""
     server = f"{endpoint_arm(record)}: {record['engine']} {record['engine_version']}"
+    model = markdown_words(record["model"].replace("`", "'"))
     return (
-        f"- {server}, model `{record['model']}`, POST /v1/chat/completions with temperature "
+        f"- {markdown_words(server)}, model `{model}`, POST /v1/chat/completions with temperature "
         f"{record['temperature']}, seed {record['seed']}, max_tokens {record['max_tokens']}"
     )
 
@@ -7875,8 +8137,8 @@ def label_lines(label: str, group: Sequence[ComparisonRecord]) -> Lines:
     latest = [record for record in group if measurement_of(record) == last]
     # measured, and perhaps compared once more
     levels = list({record["concurrency"]: record for record in latest}.values())
-    yield f"## {one_printable_line(label)}\n"
-    yield from map(printable, map(sentence, levels))
+    yield f"## {markdown_words(label)}\n"
+    yield from map(markdown_words, map(sentence, levels))
     yield f"\n{RATIO_NOTE}\n"
     for record in levels:
         if len(levels) > 1:
@@ -7897,10 +8159,10 @@ def latest_lines(record: ComparisonRecord) -> Lines:
     """One comparison in the notebook's report: table, explanation, audit."""
     yield markdown_table(WORKLOAD_COLUMNS, workload_rows(record)) + "\n"
     for line in explanation_lines(record):
-        yield printable(line.strip())
+        yield markdown_words(line.strip())
     yield ""
     for line in audit_lines([], [record]):
-        yield f"- {printable(line)}"
+        yield f"- {markdown_words(line)}"
     if record["audit"]:
         yield ""
 
@@ -7913,20 +8175,30 @@ def history_lines(past: Sequence[ComparisonRecord]) -> Lines:
     yield printable(markdown_table(HISTORY_COLUMNS, history_rows(past))) + "\n"
 
 
+def csv_cell(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula; numbers stay numbers."""
+    if not isinstance(value, str):
+        return value
+    shown = one_printable_line(value)
+    if shown.startswith(("=", "+", "-", "@")):
+        shown = "'" + shown
+    return shown
+
+
 def csv_report(records: Sequence[Record]) -> str:
     """The comparisons as comma-separated values, a row a record, columns named as its fields."""
     import csv
     import io
 
     out = io.StringIO()
-    writer = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for record in comparisons_in(records):
         values = {**record, **record["text_comparison"]}
         values["acceptance"] = rate_in(record)
         if record["speedup"]:
             values.update(record["speedup"])
-        writer.writerow(values)
+        writer.writerow({name: csv_cell(values.get(name)) for name in CSV_COLUMNS})
     return out.getvalue().rstrip("\n")
 
 

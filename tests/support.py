@@ -137,9 +137,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def run_main(*argv, files=None, prompts=None, env=None, terminal=False):
+def run_main(*argv, files=None, prompts=None, env=None, terminal=False, clocks=False):
     """main(argv) in a temporary folder that holds `files` {name: text or bytes}; `prompts` is a list of texts that
-    becomes a prompt file. No waiting for metrics to settle."""
+    becomes a prompt file. No waiting for metrics to settle. Recorded and claimed times come at once, so they are held
+    against the clock only with `clocks`."""
     argv = [str(word) for word in argv]
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -156,6 +157,8 @@ def run_main(*argv, files=None, prompts=None, env=None, terminal=False):
             (folder / name).write_bytes(data)
         out, err = io.StringIO(), Terminal() if terminal else io.StringIO()
         stack.enter_context(mock.patch.object(ms, "SETTLE_PAUSE_S", 0.0))
+        if not clocks:
+            stack.enter_context(mock.patch.object(ms, "CLOCKS_APART_S", math.inf))
         stack.enter_context(mock.patch.dict(os.environ, env or {}))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))

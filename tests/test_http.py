@@ -1,6 +1,8 @@
 """The HTTP client: every quirk of streams and plain answers, requests, deadlines, waiting, addresses."""
 
+import gzip
 import json
+import math
 import os
 import pathlib
 import re
@@ -12,10 +14,12 @@ from unittest import mock
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer, ReplayServer
 from tests.support import (
+    SAVE,
     canned,
     findings,
     http,
     measure,
+    measure_canned,
     of_answers,
     run_main,
     stream,
@@ -31,8 +35,11 @@ def endpoint(server, **more):
 
 
 def replayed(case, routes="routes.json", **more):
-    """complete() against a recorded case."""
-    with ReplayServer(routes, CASES / case) as server:
+    """complete() against a recorded case, whose timings are not of this clock."""
+    with (
+        ReplayServer(routes, CASES / case) as server,
+        mock.patch.object(ms, "CLOCKS_APART_S", math.inf),
+    ):
         return ms.complete(endpoint(server, **more), HI)
 
 
@@ -812,6 +819,243 @@ class HostNames(unittest.TestCase):
             )
         self.assertEqual(outcome.code, 0, outcome.err)
         self.assertIn("host name", findings(outcome.endpoint())["metrics-unavailable"]["detail"])
+
+
+def timed(events, pause_s=0.05, **more):
+    """complete() against these events (objects or bytes), with a pause before each but the first."""
+    raw, splits = http(b"", "text/event-stream"), []
+    for event in events:
+        splits.append(len(raw))
+        raw += event if isinstance(event, bytes) else b"data: %s\n\n" % json.dumps(event).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "x.http").write_bytes(raw)
+        entry = {"method": "POST", "path": CHAT, "file": "x.http", "split": splits[1:]}
+        entry["delay_ms"] = 1000 * pause_s
+        with ReplayServer([entry], folder) as server:
+            return ms.complete(endpoint(server, **more), HI)
+
+
+def part(**fields):
+    return {"choices": [{"index": 0, "delta": fields}]}
+
+
+FINISH = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+DONE = b"data: [DONE]\n\n"
+
+
+def counted(tokens, **more):
+    usage = {"prompt_tokens": 5, "completion_tokens": tokens, **more}
+    return {"choices": [], "usage": usage}
+
+
+def call(name="", arguments="", **more):
+    return {"function": {"name": name, "arguments": arguments}, **more}
+
+
+class ToolCalls(unittest.TestCase):
+    """An answer is content, reasoning and tool calls: all move the clock, all are compared."""
+
+    EVENTS = (
+        part(content="Wait."),
+        part(tool_calls=[call("weather", "", index=0, id="t1")]),
+        part(tool_calls=[call(arguments='{"city": ', index=0)]),
+        part(tool_calls=[call(arguments='"Oslo"}', index=0)]),
+        FINISH,
+        counted(4),
+        DONE,
+    )
+    OSLO = '[{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}]'
+
+    def test_the_arguments_of_a_tool_call_are_part_of_the_answer_and_move_its_clock(self):
+        answer = timed(self.EVENTS)
+        self.assertEqual((answer.content, answer.tool_calls), ("Wait.", self.OSLO))
+        self.assertEqual(answer.decode_tokens, 3)
+        self.assertGreater(answer.decode_s, 0.1)
+
+    def test_a_plain_answer_gives_the_same_tool_calls_as_a_stream(self):
+        message = {"content": "Wait.", "tool_calls": [call("weather", '{"city": "Oslo"}', id="t")]}
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+        body = {**counted(4), "choices": [choice]}
+        answer = answered(http(json.dumps(body).encode()))
+        self.assertEqual(answer.texts, ("Wait.", "", self.OSLO))
+
+    def test_calls_without_a_place_stand_in_the_order_in_which_their_names_came(self):
+        events = [part(tool_calls=[call("a", "1"), call("b", "2")]), part(tool_calls=[call("c")])]
+        answer = timed([*events, FINISH, counted(3), DONE], 0)
+        names = [each["name"] for each in json.loads(answer.tool_calls)]
+        self.assertEqual(names, ["a", "b", "c"])
+
+    def test_a_refusal_is_content(self):
+        events = [part(content=None, refusal="I "), part(refusal="cannot."), FINISH, counted(2)]
+        self.assertEqual(timed([*events, DONE], 0).content, "I cannot.")
+
+    def test_arguments_that_differ_are_changed_text(self):
+        def stream_of(city):
+            calls = [call("weather", '{"city": "%s"}' % city, index=0)]
+            events = [part(content="Wait."), part(tool_calls=calls), FINISH, counted(9)]
+            raw = b"".join(b"data: %s\n\n" % json.dumps(each).encode() for each in events)
+            return http(raw + DONE, "text/event-stream")
+
+        outcome = measure_canned(
+            stream_of("Oslo"), stream_of("Bergen"), "--fail-on", "changed-text", *SAVE
+        )
+        found = outcome.comparison()["text_comparison"]["divergences"]
+        self.assertEqual((outcome.code, {each["where"] for each in found}), (3, {"tool_calls"}))
+        self.assertTrue(found[0]["baseline_tail"].startswith("Oslo"))
+        self.assertEqual(found[0]["triage"]["finding"], "not-known")
+        lines = [json.loads(line) for line in outcome.files["run.jsonl"].splitlines()]
+        old = [
+            {name: line[name] for name in line if name != "tool_calls"} if "arm" in line else line
+            for line in lines
+        ]
+        saved = b"".join(json.dumps(line).encode() + b"\n" for line in old)
+        again = run_main("compare", "old.jsonl", files={"old.jsonl": saved})
+        texts = again.comparison()["text_comparison"]
+        self.assertEqual((texts["compared"], texts["identical"]), (2, 2), "lines of 1.0 have none")
+
+
+class TimesThatCannotBe(unittest.TestCase):
+    """Timings that contradict the request's own time, or its usage, make no speed."""
+
+    def answer(self, timings, tokens=4, pause_s=0.03):
+        words = [part(content=" w%d" % i) for i in range(4)]
+        return timed([*words, FINISH, {**counted(tokens), "timings": timings}, DONE], pause_s)
+
+    def check(self, timings, doubtful, **more):
+        answer = self.answer(timings, **more)
+        self.assertEqual(answer.timings_doubtful, doubtful)
+        self.assertEqual(answer.decode_s is None, doubtful)
+        self.assertEqual(answer.decode_source, None if doubtful else "timings")
+
+    def test_times_like_those_of_the_stream_are_believed(self):
+        self.check({"predicted_n": 4, "predicted_ms": 90.0}, False)
+
+    def test_a_time_longer_than_the_request_is_not_believed(self):
+        self.check({"predicted_n": 4, "predicted_ms": 9000.0}, True)
+
+    def test_seconds_in_place_of_milliseconds_are_not_believed(self):
+        self.check({"predicted_n": 4, "predicted_ms": 0.09}, True)
+
+    def test_tokens_far_from_usage_are_not_believed(self):
+        self.check({"predicted_n": 40, "predicted_ms": 90.0}, True)
+
+    def test_the_finding_says_so_and_there_is_no_decode_speed(self):
+        answer = stream('{"choices": [], "timings": {"predicted_n": 3, "predicted_ms": 9e5}}')
+        raw = http(answer, "text/event-stream")
+        outcome = measure_canned(raw, raw, clocks=True)
+        record = outcome.endpoint("speculative")
+        self.assertIn("timings-doubtful", findings(record))
+        self.assertIsNone(record["decode_tokens_per_s"])
+
+    def test_text_that_a_proxy_held_back_has_no_decode_speed(self):
+        words = [part(content=" w%d" % i) for i in range(20)]
+        first = [b": held\n\n", b": held\n\n", b": held\n\n"]
+        answer = timed([*first, words[0], FINISH, counted(20), DONE])
+        self.assertIsNone(answer.decode_s)
+        raw = [
+            b"".join(b"data: %s\n\n" % json.dumps(w).encode() for w in half)
+            for half in (words[:10], words[10:])
+        ]
+        answer = timed([*first, *first, *raw, FINISH, counted(20), DONE])
+        self.assertEqual((answer.decode_s, answer.decode_tokens), (None, None))
+        self.assertFalse(answer.timings_doubtful)
+
+
+class TokensThatNobodySaw(unittest.TestCase):
+    def test_thinking_that_is_counted_and_never_sent_leaves_the_decode_speed(self):
+        words = [part(content=" w%d" % i) for i in range(5)]
+        usage = counted(25, completion_tokens_details={"reasoning_tokens": 20})
+        thinking = [b": thinking\n\n"] * 20
+        answer = timed([*thinking, *words, FINISH, usage, DONE], 0.01)
+        self.assertEqual((answer.decode_tokens, answer.completion_tokens), (4, 25))
+        self.assertEqual(answer.silent_tokens, 0)
+
+    def test_thinking_that_is_shown_stays_in_it(self):
+        events = [part(reasoning_content=" t%d" % i) for i in range(5)]
+        usage = counted(6, completion_tokens_details={"reasoning_tokens": 5})
+        answer = timed([*events, part(content="yes"), FINISH, usage, DONE], 0.01)
+        self.assertEqual(answer.decode_tokens, 5)
+
+    def test_more_than_twice_the_rate_of_the_whole_answer_is_no_decode_speed(self):
+        events = [b": thinking\n\n"] * 30 + [part(content="yes"), part(content=" no")]
+        answer = timed([*events, FINISH, counted(32), DONE], 0.01)
+        self.assertIsNone(answer.decode_s)
+
+    def test_a_count_of_0_beside_text_is_no_count(self):
+        answer = timed([part(content="yes"), part(content=" no"), FINISH, counted(0), DONE], 0)
+        self.assertIsNone(answer.completion_tokens)
+
+    def test_tokens_counted_without_any_text_are_silent(self):
+        for tokens, thought, silent in ((40, 0, 40), (2, 0, 0), (40, 40, 0)):
+            with self.subTest(tokens=tokens, thought=thought):
+                details = {"completion_tokens_details": {"reasoning_tokens": thought}}
+                answer = timed([FINISH, counted(tokens, **details), DONE], 0)
+                self.assertEqual(answer.silent_tokens, silent)
+
+
+class EndsOfStreams(unittest.TestCase):
+    WORDS = (part(content="one"), part(content=" two"))
+
+    def test_a_stream_that_stays_open_behind_its_usage_ends_after_a_second(self):
+        whole = b"".join(
+            b"data: %s\n\n" % json.dumps(each).encode()
+            for each in (*self.WORDS, FINISH, counted(2))
+        )
+        started = time.perf_counter()
+        answer = timed([whole, DONE], 4, timeout_s=30)
+        self.assertEqual(answer.content, "one two")
+        self.assertLess(
+            time.perf_counter() - started, 6
+        )  # the server's own end waits for its pause
+        self.assertLess(answer.latency_s, 0.9)
+
+    def test_a_stream_that_goes_on_behind_its_usage_ends_too(self):
+        for more in (b": ping\n\n", counted(2)):
+            events = [*self.WORDS, FINISH, counted(2), *[more] * 30]
+            answer = timed(events, 0.1, timeout_s=30)
+            self.assertEqual((answer.content, answer.completion_tokens), ("one two", 2))
+            self.assertLess(answer.latency_s, 0.9)
+
+    def test_silence_before_the_usage_is_waited_for(self):
+        answer = timed([*self.WORDS, FINISH, counted(2), DONE], 1.2)
+        self.assertEqual((answer.content, answer.completion_tokens), ("one two", 2))
+
+    def test_a_ping_with_a_message_is_no_error(self):
+        ping = b'event: ping\ndata: {"message": "still here"}\n\n'
+        answer = timed([ping, self.WORDS[0], ping, FINISH, counted(1), DONE], 0)
+        self.assertEqual(answer.content, "one")
+
+    def test_interim_responses_are_no_answer(self):
+        interim = b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: <x>\r\n\r\n"
+        self.assertEqual(
+            answered(interim + http(stream(), "text/event-stream")).completion_tokens, 3
+        )
+
+    def test_a_packed_error_page_is_unpacked(self):
+        page = gzip.compress(b'{"error": {"message": "no such seed"}}')
+        with self.assertRaisesRegex(ms.RequestFailed, "HTTP 400: no such seed"):
+            answered(http(page, status="400 Bad Request"))
+
+    def test_an_error_nested_2000_deep_is_one_line(self):
+        for depth in (600, 900, 960, 985, 990, 991, 992, 995, 2000):
+            nested = b'{"error": %s1%s}' % (b"[" * depth, b"]" * depth)
+            for raw in (
+                http(b"data: %s\n\n" % nested, "text/event-stream"),
+                http(nested),
+                http(nested, status="400 Bad Request"),
+            ):
+                with self.assertRaises(ms.RequestFailed) as caught:
+                    answered(raw)
+                self.assertLess(len(str(caught.exception)), 400)
+
+    def test_a_character_split_over_two_events_as_raw_bytes_is_that_character(self):
+        halves = [b"a \xf0\x9f", b"\x98\x80 b"]
+        events = [b'data: {"choices": [{"delta": {"content": "%s"}}]}\n\n' % h for h in halves]
+        answer = timed([*events, FINISH, counted(2), DONE], 0)
+        self.assertEqual((answer.content, answer.undecodable), ("a \U0001f600 b", False))
+        answer = timed([*events[::-1], FINISH, counted(2), DONE], 0)
+        self.assertTrue(answer.undecodable)
+        self.assertIn("\ufffd", answer.content)
 
 
 if __name__ == "__main__":

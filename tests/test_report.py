@@ -1,19 +1,24 @@
 """The report: the terminal, `report` from a notebook, and the records that both are made of."""
 
+import contextlib
 import copy
 import csv
 import io
 import json
+import pathlib
 import re
+import tempfile
 import unittest
 
-from tests.fakes import FakeServer, Speculation
+from tests.fakes import FakeServer, ReplayServer, Speculation
 from tests.support import (
     CHANGED,
     DRAFTS,
+    PROMPTS,
     TEXT,
     answer,
     compare,
+    http,
     measure,
     run_main,
     saved_run,
@@ -720,6 +725,96 @@ class WordsThatFit(unittest.TestCase):
         with FakeServer("plain", faults=[None, "500", None], words=6) as server:
             outcome = measure(server, None, prompts=["a", "b", "c"])
         self.assertTrue(re.search(r"2 of 3|1 of 3|1 failed", outcome.out), outcome.out)
+
+
+SCRIPT = "<script>alert(1)</script>"
+HOSTILE = (
+    "one\n# Injected\r\n- Injected: x\u2028# Injected",
+    "\x1b[31mred\x1b]0;title\x07\x9b2J",
+    "tick\n```\n# Injected\n```",
+    "a|b\\|c|" + SCRIPT + "|![i](http://evil/x.png)",
+    "=cmd()|'calc'",
+    "m" * 3_000_000,
+)
+
+
+class HostileServers(unittest.TestCase):
+    """Nothing that a server says begins a line, a tag, a link, a fence, a cell or a formula of its own."""
+
+    def pages(self, text, word):
+        """All places in which a server is quoted, as routes and the files behind them."""
+        events = [
+            {"choices": [{"index": 0, "delta": {"content": "one %s three" % word}}]},
+            {"choices": [{"index": 0, "delta": {}, "finish_reason": text}]},
+            {
+                "choices": [],
+                "usage": {"prompt_tokens": 5, "completion_tokens": 3},
+                "timings": {"predicted_n": 3, "predicted_ms": 1.0, "note": text, text: 1},
+                "system_fingerprint": text,
+            },
+        ]
+        chat = b"".join(b"data: %s\n\n" % json.dumps(each).encode() for each in events)
+        model = {"id": text[:900], "owned_by": "llamacpp", "meta": {"ftype": text}}
+        label = json.dumps(text[:500])[1:-1]
+        series = 'llamacpp:spec_decode_num_drafts_total{x="%s"} 3\n' % label
+        files = {
+            "chat": http(chat + b"data: [DONE]\n\n", "text/event-stream"),
+            "models": http(json.dumps({"data": [model]}).encode()),
+            "props": http(json.dumps({"build_info": text, "model_ftype": text}).encode()),
+            "metrics": http(series.encode(), "text/plain"),
+            "error": http(json.dumps({"error": {"message": text}}).encode(), status="500 Bad"),
+        }
+        routes = [
+            {"method": "POST", "path": "/v1/chat/completions", "file": "chat"},
+            {"method": "POST", "path": "/v1/chat/completions", "file": "error"},
+            {"method": "POST", "path": "/v1/chat/completions", "file": "chat"},
+            {"method": "GET", "path": "/v1/models", "file": "models"},
+            {"method": "GET", "path": "/props", "file": "props"},
+            {"method": "GET", "path": "/metrics", "file": "metrics"},
+        ]
+        return routes, files
+
+    def outcome_of(self, text):
+        with contextlib.ExitStack() as stack:
+            servers = []
+            for word in ("two", "2"):
+                routes, files = self.pages(text, word)
+                folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                for name, data in files.items():
+                    (folder / name).write_bytes(data)
+                servers.append(stack.enter_context(ReplayServer(routes, folder)))
+            flags = ("--divergence-report", "d.md", "--save-run", "run.jsonl", "--warmup", 0)
+            return measure(*servers, *flags, "--fail-on", "changed-text", prompts=PROMPTS)
+
+    def test_no_output_of_any_command_holds_a_servers_text_raw(self):
+        for text in HOSTILE:
+            with self.subTest(text[:40]):
+                outcome = self.outcome_of(text)
+                self.assertEqual(outcome.code, 3, outcome.err[-500:])
+                book = outcome.files["labbook.md"]
+                again = compare(("run.jsonl", outcome.files["run.jsonl"]))
+                plain = [outcome.out, outcome.err, again.out, again.err, book.decode()]
+                bug = outcome.files["d.md"].decode("utf-8")
+                page = report(book).out
+                cells = report(book, "--format", "csv").out
+                for told in (*plain, bug, page, cells, report(book, "--format", "json").out):
+                    self.assertLess(len(told), 60_000)
+                    self.assertNotRegex(told, "[\x1b\x07\x9b\u2028\r]")
+                    self.assertNotRegex(told, "(?m)^(# |- )?Injected")
+                for told in (bug, page):
+                    outside = re.sub("(?ms)^```(text|json)$.*?^```$", "", told)
+                    self.assertNotIn("<script", outside)
+                    self.assertNotIn("```", outside)
+                    self.assertNotIn("](http://evil", outside)
+                for row in csv.reader(cells.splitlines()):
+                    self.assertEqual(len(row), 15, row)
+                    self.assertFalse([cell for cell in row if cell[:1] in tuple("=+-@") and cell])
+                rows = [line for line in page.splitlines() if line.startswith("|")]
+                for line in rows:
+                    bars = re.findall(r"(?<!\\)(?:\\\\)*\|", line)
+                    self.assertIn(len(bars), (9, 11), line)
+                if len(text) > 10_000:
+                    self.assertLess(len(outcome.files["run.jsonl"]), 100_000)
 
 
 if __name__ == "__main__":

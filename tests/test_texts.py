@@ -3,6 +3,7 @@
 import json
 import random
 import unittest
+from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer, ReplayServer, Speculation
@@ -713,6 +714,93 @@ class TriageOfTokens(unittest.TestCase):
             }
         ]
         self.assertEqual(self.find(tokens, "a", "b")["finding"], "near-tie")
+
+    def test_a_bound_holds_only_where_every_alternative_was_read(self):
+        """Ollama lists every part of a character as U+FFFD: any of them may be the token."""
+        other = "ok \U0001f600"
+        unreadable = {"token": "\ufffd", "bytes": [239, 191, 189], "logprob": -0.75}
+        nameless = {"token": "", "logprob": -0.75}
+        part = {"token": "", "bytes": [32, 0xF0, 0x9F], "logprob": -0.75}
+        end = {"token": "", "bytes": [], "logprob": -0.75}
+        for option, finding in (
+            (unreadable, "not-known"),
+            (nameless, "not-known"),
+            (part, "near-tie"),
+            (end, "clear-preference"),
+        ):
+            with self.subTest(option):
+                place = entry(b" and", -0.7, (b" far", -9.4))
+                place["top_logprobs"].append(option)
+                found = self.find([entry(b"ok"), place], "ok and", other)
+                self.assertEqual(found["finding"], finding)
+                self.assertEqual(found["at_least"], option is end)
+
+    def test_a_token_that_is_listed_without_its_probability_is_not_below_the_list(self):
+        place = entry(b"a", -0.1, (b"c", -8))
+        place["top_logprobs"].append({"token": "b", "logprob": None})
+        self.assertEqual(self.find([place], "a", "b")["finding"], "not-known")
+
+    def test_tokens_as_a_vocabulary_spells_them_are_read(self):
+        def one(token, logprob=-0.5, *others):
+            listed = [{"token": name, "logprob": value} for name, value in others]
+            return {"token": token, "logprob": logprob, "top_logprobs": listed}
+
+        for blank, end in (("\u0120", "\u010a"), ("\u2581", "\n")):
+            tokens = [one("Done"), one(blank + "and", -0.5, (blank + "or", -0.7)), one(end + "x")]
+            found = self.find(tokens, "Done and\nx", "Done or\nx")
+            self.assertEqual((found["finding"], found["at_least"]), ("near-tie", False))
+
+    def test_probabilities_are_no_logarithms(self):
+        found = self.find([entry(b"a", 0.6, (b"b", 0.3))], "a", "b")
+        self.assertEqual((found["finding"], found["gap_nats"]), ("not-known", None))
+
+
+class ShapesOfLogProbabilities(unittest.TestCase):
+    """Asked of a server that answers in its own way."""
+
+    def asked(self, respond):
+        """(triage of " one two" against " one six", the numbers of alternatives asked for)."""
+        counts = []
+
+        def told(endpoint, messages, extra, read):
+            counts.append(extra["top_logprobs"])
+            return json.dumps({"choices": [{"logprobs": respond(counts[-1])}]}).encode()
+
+        with mock.patch.object(ms, "post_chat", told):
+            found = ms.ask_for_gap(
+                ms.Endpoint("baseline", "http://x/v1", "http://x"),
+                ms.Prompt("p", "w", ()),
+                {"where": "content", "first_difference_at_byte": 5},
+                ms.Answer(" one two", "", "stop", 1.0),
+                ms.Answer(" one six", "", "stop", 1.0),
+            )
+        return found, counts
+
+    TOLD = {
+        "tokens": [" one", " two"],
+        "token_logprobs": [-0.1, -0.5],
+        "top_logprobs": [None, {" two": -0.5, " six": -0.75}],
+    }
+
+    def test_the_shape_of_text_completions_is_read(self):
+        found, counts = self.asked(lambda count: self.TOLD)
+        self.assertEqual((found["finding"], found["gap_nats"], counts), ("near-tie", 0.25, [20]))
+
+    def test_fewer_alternatives_are_asked_for_where_20_are_refused(self):
+        def at_most_5(count):
+            if count > 5:
+                raise ms.RequestFailed("HTTP 400: top_logprobs must be at most 5", 400)
+            return self.TOLD
+
+        found, counts = self.asked(at_most_5)
+        self.assertEqual((found["finding"], counts), ("near-tie", [20, 10, 5]))
+
+    def test_a_server_that_does_not_answer_is_asked_once(self):
+        def hangs(count):
+            raise ms.RequestFailed("no answer within 300 s")
+
+        found, counts = self.asked(hangs)
+        self.assertEqual((found["finding"], counts), ("not-known", [20]))
 
 
 class BugReport(unittest.TestCase):

@@ -4,11 +4,13 @@ import contextlib
 import itertools
 import json
 import unittest
+from unittest import mock
 
 import measure_speculative as ms
 from tests.fakes import FakeServer, Speculation, sum_counts
 from tests.support import (
     PROMPTS,
+    at_most,
     measure,
 )
 
@@ -290,6 +292,26 @@ class PlanCarriedOut(unittest.TestCase):
                 (parts[name]["output_tokens"], parts[name]["acceptance"]["drafted"]),
                 (truth.tokens, truth.drafted),
             )
+
+
+class WorkersHandOver(unittest.TestCase):
+    def test_an_exception_in_a_thread_ends_the_run_and_never_hangs_it(self):
+        """Whatever a thread could not handle is raised where the user sees it."""
+        calls = itertools.count()
+
+        def breaks(*args, **options):
+            if next(calls) == 5:
+                raise ZeroDivisionError("a bug of ours")
+            return take(*args, **options)
+
+        take = ms.take_reading
+        with (
+            FakeServer() as server,
+            at_most(20),
+            mock.patch.object(ms, "take_reading", breaks),
+            self.assertRaisesRegex(ZeroDivisionError, "a bug of ours"),
+        ):
+            measure(server, None, "--concurrency", 4, "--warmup", 0, prompts=PROMPTS)
 
 
 if __name__ == "__main__":
