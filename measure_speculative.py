@@ -22,7 +22,8 @@ what to measure:
   --model MODEL                 model name (default: the one that the server lists)
   --speculative-model MODEL     its name on the speculative server, where it differs
   --prompt-set builtin|file     built-in prompts or --prompts (default builtin)
-  --prompts PATH                text, .jsonl or .json file, or a folder of them; may be repeated
+  --prompts PATH                text, .csv, .jsonl or .json file, or a folder of them; may be
+                                repeated
   --max-tokens N                answer length (default 192)
 
 how carefully:
@@ -41,7 +42,8 @@ where results go:
   --label LABEL                 name of this experiment in the notebook (default speculative-run)
   --labbook FILE                notebook to append to (default labbook.md)
   --min-gain G                  call it paying only above 1+G, as 0.05 for 5% (default 0)
-  --fail-on WHAT                exit with 3 on any of slower, changed-text, regression, did-not-run
+  --fail-on WHAT                exit with 3 on any of slower, changed-text, regression,
+                                did-not-run (comma list)
   --quiet                       print nothing but errors and --fail-on alarms
   --divergence-report FILE      write a bug report on changed text, in Markdown
   --include-prompts             put the prompts into it
@@ -57,7 +59,7 @@ unusual servers:
                                 fields for the requests of one arm
   --baseline-metrics-url URL, --speculative-metrics-url URL
                                 metrics page, where it is not /metrics
-  --help, --version
+  --help, --version (-h, -V)
 
 other commands (each has its own --help):
   compare      the same comparison from saved runs, for machines that hold one server at a time
@@ -102,27 +104,36 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__" and sys.argv[1:] in (["-h"], ["--help"]):
+if sys.version_info < (3, 9):
+    sys.stderr.write("measure_speculative needs Python 3.9, this is %d.%d\n" % sys.version_info[:2])
+    sys.exit(2)
+
+if __name__ == "__main__" and __doc__ and sys.argv[1:] in (["-h"], ["--help"]):
     # This text is all the help there is; it need not wait for what follows to be imported and torn
     # down again.
     try:
-        os.write(1, (__doc__ or "").encode())
+        os.write(1, __doc__.encode())
         os._exit(0)
     except OSError:
         pass  # the long way round says what is wrong
 
-import signal
+try:
+    import signal
+except KeyboardInterrupt:
+    os._exit(130)
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can handle it
 
 import argparse
 import contextlib
+import csv
 import datetime
 import errno
 import functools
 import hashlib
 import http.client
+import io
 import itertools
 import json
 import math
@@ -178,7 +189,9 @@ MEASURED, COULD_NOT_MEASURE, USAGE, FINDING, INTERRUPTED = 0, 1, 2, 3, 130
 # A streamed answer takes about 300 bytes a token: this holds 200,000 tokens.
 MAX_BODY_BYTES = 64 << 20
 
-MAX_WAIT_S = 60.0  # for a server that answers 503 or 429, over one request
+MAX_WAIT_S = 60.0  # for a server that answers 503 or 429, over one request, and once for each arm
+
+MOST_FAILURES = 10  # in a row, of one arm; more would say nothing new
 
 SIDE_TIMEOUT_S = 10.0  # model lists, versions and metrics pages
 
@@ -261,6 +274,10 @@ class RequestFailed(MeasureError):
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
+
+
+class GaveUp(MeasureError):
+    """A server does nothing but fail: measuring ends, and what was measured is kept."""
 
 
 @dataclass(frozen=True)
@@ -516,8 +533,8 @@ def json_line(value: Mapping[str, object]) -> bytes:
 
 
 @contextlib.contextmanager
-def locked(file: BinaryIO) -> Iterator[None]:
-    """Hold the file against other processes that append to it.
+def locked(file: BinaryIO, say: Say) -> Iterator[None]:
+    """Hold the file against other processes that append to it, where its file system can do that.
 
     OSError where another one holds it for LOCK_LIMIT_S.
     """
@@ -533,11 +550,11 @@ def locked(file: BinaryIO) -> Iterator[None]:
             file.seek(0)
             msvcrt.locking(number, msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined,unused-ignore]
     else:
-        _wait_for_lock(file)
+        _wait_for_lock(file, say)
         yield  # closing the file releases it
 
 
-def _wait_for_lock(file: BinaryIO) -> None:
+def _wait_for_lock(file: BinaryIO, say: Say) -> None:
     import fcntl
 
     give_up = time.monotonic() + LOCK_LIMIT_S
@@ -549,16 +566,23 @@ def _wait_for_lock(file: BinaryIO) -> None:
             if time.monotonic() > give_up:
                 raise OSError(errno.EAGAIN, "another program holds its lock") from None
             time.sleep(0.05)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+            say(f"{file.name} lies on a file system without locks; it is written to all the same")
+            return
 
 
-def append_records(path: str, records: Sequence[Mapping[str, object]]) -> None:
+def append_records(
+    path: str, records: Sequence[Mapping[str, object]], say: Say = say_on_stderr
+) -> None:
     """Append whole lines in one write; an unfinished last line is ended first.
 
     OSError where that fails.  Bytes that are in the file stay as they are; a write that fails
     half-way is taken back.
     """
     data = b"".join(json_line(record) for record in records)
-    with open(path, "a+b", buffering=0) as file, locked(file):
+    with open(path, "a+b", buffering=0) as file, locked(file, say):
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(end - 1)
@@ -687,22 +711,68 @@ def load_prompts(paths: Sequence[str]) -> tuple[list[Prompt], list[str]]:
     UsageError names file:line and reason.
     """
     prompts: list[Prompt] = []
+    notes: list[str] = []
     first_turns = 0
     files = [file for path in paths for file in prompt_files(path)]
     for file in files:
+        begun = len(prompts)
         for place, value in _prompt_entries(file):
             prompt, is_first_turn = _as_prompt(value, place, file, len(prompts) + 1)
             prompts.append(prompt)
             first_turns += is_first_turn
+        if kind_of(file) == "text":
+            notes += notes_on_lines(file, prompts[begun:])
     if not prompts:
         raise UsageError(
             f"no prompts in {', '.join(paths)}: write one prompt per line, or JSON Lines"
         )
-    if not first_turns:
-        return prompts, []
-    verb = "has" if first_turns == 1 else "have"
-    several = f"{plural(first_turns, 'prompt')} {verb} several turns"
-    return prompts, [f"{several}; only the first turn is used"]
+    if first_turns:
+        verb = "has" if first_turns == 1 else "have"
+        several = f"{plural(first_turns, 'prompt')} {verb} several turns"
+        notes.append(f"{several}; only the first turn is used")
+    return prompts, notes
+
+
+def notes_on_lines(path: str, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """What to say of a text file whose lines look like the parts of one longer text."""
+    texts = [str(prompt.messages[0]["content"]) for prompt in prompts]
+    if not 1 < len(texts) < 40:
+        return
+    if sum(map(ends_a_sentence, texts)) * 2 < len(texts):
+        first = one_line(texts[0], TAIL_CHARACTERS)
+        yield f'each of the {len(texts)} lines of {path} is a prompt; the first is sent as "{first}"'
+
+
+def ends_a_sentence(text: str) -> bool:
+    """Whether a text ends as a sentence does, perhaps with a quotation mark or bracket behind."""
+    return text.rstrip("\"')]}*_`\u00bb\u201d\u2019").endswith(SENTENCE_ENDS)
+
+
+# of Latin, Chinese, Arabic and Indian scripts; a colon announces what stands in no other line
+SENTENCE_ENDS = (".", "!", "?", "\u2026", "\u3002", "\uff01", "\uff1f", "\u061f", "\u0964")
+
+PROMPT_KINDS = {
+    ".txt": "text",
+    ".md": "text",
+    "": "text",
+    ".csv": "table",
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "array",
+}
+
+
+def kind_of(path: str) -> str:
+    """How a prompt file is read, by the ending of its name.  UsageError for any other ending."""
+    ending = os.path.splitext(path)[1]
+    kind = PROMPT_KINDS.get(ending.lower())
+    if kind is None:
+        known = ", ".join(filter(None, PROMPT_KINDS))
+        raise UsageError(
+            f"{path}: a prompt file is not called {ending}; known are {known}, or no ending (one "
+            "prompt a line)"
+        )
+    return kind
 
 
 def prompt_files(path: str) -> list[str]:
@@ -716,12 +786,16 @@ def prompt_files(path: str) -> list[str]:
     files = []
     for name in names:
         file = os.path.join(path, name)
-        is_named_so = name.endswith((".txt", ".jsonl", ".json")) and not name.startswith(".")
+        is_named_so = name.lower().endswith(IN_FOLDERS) and not name.startswith(".")
         if is_named_so and os.path.isfile(file):
             files.append(file)
     if not files:
-        raise UsageError(f"the folder {path} holds no prompt file (.txt, .jsonl, .json)")
+        raise UsageError(f"the folder {path} holds no prompt file ({', '.join(IN_FOLDERS)})")
     return files
+
+
+# A README beside the prompts is none of them, though such a file may be named by itself.
+IN_FOLDERS = tuple(ending for ending in PROMPT_KINDS if ending not in ("", ".md"))
 
 
 def _prompt_entries(path: str) -> Iterator[tuple[str, object]]:
@@ -729,12 +803,16 @@ def _prompt_entries(path: str) -> Iterator[tuple[str, object]]:
 
     `place` is file:line, or the item of an array.
     """
+    kind = kind_of(path)
     text = _utf8_text(path)
-    if path.endswith(".json"):
+    if kind == "array":
         for number, item in enumerate(_json_array(text, path), 1):
             yield f"{path}: item {number}", item
         return
-    read = loads if path.endswith(".jsonl") else str.strip
+    if kind == "table":
+        yield from _table_entries(text, path)
+        return
+    read = loads if kind == "lines" else str.strip
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         if not line.strip():
             continue
@@ -742,6 +820,32 @@ def _prompt_entries(path: str) -> Iterator[tuple[str, object]]:
             yield f"{path}:{number}", read(line)
         except ValueError as error:
             raise UsageError(f"{path}:{number}: not JSON: {error}") from None
+
+
+def _table_entries(text: str, path: str) -> Iterator[tuple[str, object]]:
+    """(file:line, object) of each row; the heading names its fields, an empty cell is absent."""
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        heading = [name.strip().lower() for name in next(rows, ())]
+        asked = next((name for name in ("prompt", "question", "text") if name in heading), None)
+        if asked is None:
+            raise UsageError(f"{path}:1: no column is called prompt, question or text")
+        begins = rows.line_num + 1
+        for cells in rows:
+            place, begins = f"{path}:{begins}", rows.line_num + 1
+            if len(cells) > len(heading):
+                raise UsageError(
+                    f"{place}: more cells than the heading has; is a comma not in quotes?"
+                )
+            row = {name: cell for name, cell in zip(heading, cells) if cell.strip()}
+            if row:
+                row["prompt"] = row.pop(asked, "")
+                yield place, {name: row[name] for name in TABLE_FIELDS if name in row}
+    except csv.Error as error:
+        raise UsageError(f"{path}:{rows.line_num}: not CSV: {error}") from None
+
+
+TABLE_FIELDS = ("prompt", "id", "question_id", "workload", "category")
 
 
 def _utf8_text(path: str) -> str:
@@ -757,21 +861,20 @@ def _utf8_text(path: str) -> str:
 
 
 def _json_array(text: str, path: str) -> list[object]:
+    hint = "; for one object per line name it .jsonl"
     try:
         items = loads(text)
     except ValueError as error:
         line = getattr(error, "lineno", 1)
-        raise UsageError(f"{path}:{line}: not JSON: {error}") from None
+        raise UsageError(f"{path}:{line}: not JSON: {error}{hint}") from None
     if not isinstance(items, list):
-        raise UsageError(
-            f"{path}:1: not a JSON array of prompts; for one object per line name it .jsonl"
-        )
+        raise UsageError(f"{path}:1: not a JSON array of prompts{hint}")
     return items
 
 
 def _as_prompt(value: object, place: str, path: str, number: int) -> tuple[Prompt, bool]:
     """The prompt, and whether it is the first of several turns."""
-    entry = as_dict(value)
+    entry = {name: item for name, item in as_dict(value).items() if item is not None}
     if isinstance(value, str):
         entry = {"prompt": value}
     messages, is_first_turn = _messages_of(entry, place)
@@ -780,11 +883,7 @@ def _as_prompt(value: object, place: str, path: str, number: int) -> tuple[Promp
     if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
         raise UsageError(f"{place}: holds half of a surrogate pair, which is no character")
     stem = os.path.splitext(os.path.basename(path))[0]
-    identity = entry.get("id")
-    if identity is None:
-        identity = entry.get("question_id")
-    if identity is None:
-        identity = f"{stem}-{number}"
+    identity = entry.get("id", entry.get("question_id", f"{stem}-{number}"))
     workload = entry.get("workload") or entry.get("category") or stem
     return Prompt(str(identity), str(workload), tuple(messages)), is_first_turn
 
@@ -795,7 +894,8 @@ def _messages_of(entry: JSON, place: str) -> tuple[list[JSON], bool]:
         messages = entry["messages"]
         if not _are_messages(messages):
             raise UsageError(f'{place}: "messages" is not a list of objects with a role')
-        return messages, False
+        first = _first_turn(messages)
+        return first, len(first) < len(messages)
     turns = entry.get("turns")
     if not isinstance(turns, list):
         turns = []
@@ -803,6 +903,18 @@ def _messages_of(entry: JSON, place: str) -> tuple[list[JSON], bool]:
     if not isinstance(text, str) or not text.strip():
         raise UsageError(f'{place}: no text under "prompt", "messages" or "turns"')
     return [{"role": "user", "content": text}], len(turns) > 1
+
+
+def _first_turn(messages: list[JSON]) -> list[JSON]:
+    """The messages up to where a user speaks twice in a row.
+
+    A client is meant to ask one after the other, and strict templates refuse them together.
+    """
+    roles = [message["role"] for message in messages]
+    for number, pair in enumerate(zip(roles, roles[1:]), 1):
+        if pair == ("user", "user"):
+            return messages[:number]
+    return messages
 
 
 def _are_messages(value: object) -> bool:
@@ -1639,10 +1751,17 @@ class Endpoint:
     engine: Engine = UNKNOWN
     served: tuple[str, ...] = ()  # the models that it lists
 
+    patience: Patience = field(default_factory=lambda: Patience(), compare=False, repr=False)
+
     @property
     def name(self) -> str:
         """As messages call it."""
         return f"{self.arm} server {self.api}"
+
+    @property
+    def shown_model(self) -> str:
+        """The model as messages and records may name it."""
+        return redacted(self.model, self.key, SECRET_LENGTH)
 
 
 @dataclass(frozen=True)
@@ -1806,9 +1925,16 @@ def _host_and_port(url: str) -> tuple[Optional[str], int]:
     return parts.hostname, parts.port or 80
 
 
+class Placeholder(str):
+    """A key that is no secret, since it stands in the model's name: it is sent, and may be shown."""
+
+
 def redacted(text: str, key: str, least: int = 1) -> str:
-    """The text without a key of `least` characters or more, however an echo has spelled it."""
-    if not key or len(key) < least:
+    """The text without a key of `least` characters or more, however an echo has spelled it.
+
+    For output alone: what goes into a request is never changed.
+    """
+    if not key or len(key) < least or isinstance(key, Placeholder):
         return text
     for spelling in _spellings(key):
         text = text.replace(spelling, "[key]")
@@ -1820,8 +1946,9 @@ def _spellings(key: str) -> list[str]:
     markup = key.replace("&", "&amp;").replace("<", "&lt;")
     markup = markup.replace(">", "&gt;").replace('"', "&quot;")
     spellings = {key, markup, json.dumps(key)[1:-1], key.replace("/", "\\/")}
-    spellings.add(urllib.parse.quote(key))
-    spellings.add(urllib.parse.quote(key, safe=""))
+    for quoted in (urllib.parse.quote(key), urllib.parse.quote(key, safe="")):
+        in_lower_case = re.sub("%..", lambda match: match[0].lower(), quoted)
+        spellings.update((quoted, in_lower_case))
     return sorted(spellings, key=len, reverse=True)
 
 
@@ -1985,9 +2112,17 @@ def get_text(
     url: str, key: str = "", timeout_s: float = SIDE_TIMEOUT_S
 ) -> tuple[str, http.client.HTTPMessage]:
     """The text of a GET and its headers, key removed; RequestFailed otherwise."""
-    body, headers = exchange(url, key, timeout_s, lambda sent: (whole_body(sent), sent.headers))
-    text = body.decode("utf-8-sig", "replace")
+    text, sent = raw_text(url, key, timeout_s)
+    headers = http.client.HTTPMessage()
+    for name, value in sent.items():
+        headers[name] = redacted(value, key, SECRET_LENGTH)
     return redacted(text, key, SECRET_LENGTH), headers
+
+
+def raw_text(url: str, key: str, timeout_s: float) -> tuple[str, http.client.HTTPMessage]:
+    """The same as they were sent, for what goes into a request."""
+    body, headers = exchange(url, key, timeout_s, lambda sent: (whole_body(sent), sent.headers))
+    return body.decode("utf-8-sig", "replace"), headers
 
 
 def get_json(url: str, key: str, timeout_s: float) -> tuple[Any, http.client.HTTPMessage]:
@@ -1999,10 +2134,35 @@ def get_json(url: str, key: str, timeout_s: float) -> tuple[Any, http.client.HTT
     return scrubbed(loads(text), key), headers
 
 
-def patiently(call: Callable[[], T], say: Say, who: str) -> tuple[T, float]:
+@dataclass
+class Patience:
+    """How long a server may still keep its arm waiting, after what its requests came to so far."""
+
+    sleep: Callable[[float], None] = lambda seconds: time.sleep(seconds)
+    clock: Callable[[], float] = time.perf_counter
+    in_vain_s: Optional[float] = None  # the whole wait for a busy server, once it was in vain
+    timeouts: int = 0  # in a row
+    failures: int = 0  # in a row, of whatever kind
+
+    def limit_s(self, usual_s: float) -> float:
+        """Of the next request: a server that let two in a row time out has a tenth of it."""
+        return usual_s / 10 if self.timeouts >= 2 else usual_s
+
+    def note_failure(self, took_s: float, limit_s: float) -> None:
+        """Take in that a request failed, so many seconds after it was sent."""
+        self.failures += 1
+        self.timeouts = self.timeouts + 1 if took_s >= limit_s else 0
+
+    def note_answer(self) -> None:
+        """Take in that a request was answered."""
+        self.failures = self.timeouts = 0
+
+
+def patiently(call: Callable[[], T], say: Say, who: str, patience: Patience) -> tuple[T, float]:
     """(result, seconds waited): repeats `call` while the server answers 503 or 429.
 
-    RequestFailed of any other status, and of these once the wait would be above MAX_WAIT_S.
+    RequestFailed of any other status, and of these once the wait would be above MAX_WAIT_S; a
+    server that was still busy after one whole wait is not waited for again.
     """
     waited, usual_pause, next_word = 0.0, 1.0, 0.0
     while True:
@@ -2012,14 +2172,17 @@ def patiently(call: Callable[[], T], say: Say, who: str) -> tuple[T, float]:
             if error.status not in (429, 503):
                 raise
             pause = _pause_after(error, usual_pause)
-            if waited + pause > MAX_WAIT_S:
+            if patience.in_vain_s is None and waited + pause > MAX_WAIT_S:
+                patience.in_vain_s = waited
+            if patience.in_vain_s is not None:
                 when = "the model is loaded" if error.status == 503 else "it is less busy"
-                words = f"{error} - still so after waiting {waited:.0f} s; try again when {when}"
+                after = f"after waiting {patience.in_vain_s:.0f} s"
+                words = f"{error} - still so {after}; try again when {when}"
                 raise RequestFailed(words, error.status) from None
             if waited >= next_word:
                 say(f"{who} answers {error}; waiting {pause:g} s, {MAX_WAIT_S:g} s at most")
                 next_word = waited + 10
-        time.sleep(pause)
+        patience.sleep(pause)
         waited += pause
         usual_pause = min(usual_pause * 2, 10.0)
 
@@ -2665,7 +2828,7 @@ def metrics_snapshot(endpoint: Endpoint) -> Snapshot:
         text, headers = get_text(url, key, min(endpoint.timeout_s, SIDE_TIMEOUT_S))
     except RequestFailed as error:
         return _refused_page(where, error)
-    snapshot = snapshot_of(text, headers, endpoint.model)
+    snapshot = snapshot_of(text, headers, endpoint.shown_model)
     if snapshot.unavailable:
         return replace(snapshot, unavailable=f"{where}: {snapshot.unavailable}")
     return snapshot
@@ -3197,14 +3360,17 @@ def set_key(variable: str) -> str:
 
 def check_secrets(words: Sequence[str]) -> None:
     """UsageError if the key stands in the command line, and so in messages and the notebook."""
-    variables = ["SPEC_API_KEY"]
+    values: dict[str, list[str]] = {"--api-key-env": ["SPEC_API_KEY"]}
     for word, after in zip(words, [*words[1:], ""]):
         flag, _, value = word.partition("=")
-        if flag == "--api-key-env":
-            variables.append(value or after)
-    for variable in variables:
+        values.setdefault(flag, []).append(value or after)
+    models = [*values.get("--model", ()), *values.get("--speculative-model", ())]
+    for variable in values["--api-key-env"]:
         key = set_key(variable)
-        if len(key) >= SECRET_LENGTH and any(key in word for word in words):
+        is_placeholder = any(is_part(key, model) for model in models)
+        if is_placeholder or len(key) < SECRET_LENGTH:
+            continue
+        if any(key in word for word in words):
             raise UsageError(
                 f"the key in {variable} stands in the command line too, where every program can "
                 "read it; leave it out there"
@@ -3233,7 +3399,7 @@ def refusal(endpoint: Endpoint, error: RequestFailed) -> Optional[str]:
     if error.status not in (400, 401, 403, 404, 405, 413, 415, 422):
         return None
     way_out = "a null removes a field from the request, as in --extra-body '{\"seed\": null}'"
-    if endpoint.served and endpoint.model not in endpoint.served:
+    if endpoint.served and endpoint.shown_model not in endpoint.served:
         way_out = f"it lists these models: {', '.join(endpoint.served)}"
     elif error.status == 404:
         way_out = "check --model and the base URL"
@@ -3259,6 +3425,12 @@ class Listing:
 
     entries: tuple[JSON, ...] = ()
     banner: str = ""
+    is_there: bool = False  # whether it has such a list at all
+
+    def shown(self, key: str) -> Listing:
+        """The same without the key."""
+        entries = tuple(scrubbed(list(self.entries), key))
+        return replace(self, entries=entries, banner=redacted(self.banner, key, SECRET_LENGTH))
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -3286,14 +3458,16 @@ class Identity:
 def preflight(arm: ArmSettings, settings: Settings, say: Say) -> Server:
     """Check one server before the first request.  UsageError if it cannot be measured."""
     endpoint = unasked_endpoint(arm, settings)
-    listing = reached(endpoint, say)
-    model = chosen_model(arm, listing, endpoint.name)
-    endpoint = replace(endpoint, model=model, served=listing.served)
-    if listing.served and model not in listing.served:
+    as_sent = reached(endpoint, say)
+    model = chosen_model(arm, as_sent, endpoint)
+    endpoint = replace(endpoint, model=model, key=marked(endpoint.key, model))
+    listing = as_sent.shown(endpoint.key)
+    endpoint = replace(endpoint, served=listing.served)
+    if listing.served and endpoint.shown_model not in listing.served:
         listed = ", ".join(listing.served)
-        say(f"{endpoint.name} does not list the model {model}; it lists: {listed}")
+        say(f"{endpoint.name} does not list the model {endpoint.shown_model}; it lists: {listed}")
     identity = identify(endpoint, listing)
-    about = about_of(endpoint, identity, listing.entry_of(model))
+    about = about_of(endpoint, identity, listing.entry_of(endpoint.shown_model))
     request = {**endpoint.request, **identity.engine.asks, **settings.body, **arm.body}
     endpoint = replace(endpoint, engine=identity.engine, request=request)
     endpoint, snapshot = find_metrics(endpoint)
@@ -3339,15 +3513,16 @@ def unasked_endpoint(arm: ArmSettings, settings: Settings) -> Endpoint:
 
 
 def reached(endpoint: Endpoint, say: Say) -> Listing:
-    """The models that the server lists; no entries where it has no such list.
+    """The models that the server lists, as it sent them; no entries where it has no such list.
 
     UsageError where it is out of reach, wants another key or stays busy.
     """
     url = endpoint.api + "/models"
     side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
-    ask = functools.partial(get_json, url, endpoint.key, side_s)
+    ask = functools.partial(raw_text, url, endpoint.key, side_s)
     try:
-        (page, headers), _ = patiently(ask, say, endpoint.name)
+        (text, headers), _ = patiently(ask, say, endpoint.name, endpoint.patience)
+        page = loads(text)
     except RequestFailed as error:
         if error.status in (401, 403):
             raise UsageError(f"{endpoint.name}: {error}; {key_words(endpoint)}") from None
@@ -3356,23 +3531,41 @@ def reached(endpoint: Endpoint, say: Say) -> Listing:
         return Listing()
     except ValueError:  # no list of models: the first request will tell
         return Listing()
+    banner = headers.get("Server") or ""
     listed = as_dict(page).get("data")
     if not isinstance(listed, list):
-        listed = []
-    return Listing(tuple(map(as_dict, listed)), headers.get("Server") or "")
+        return Listing(banner=banner)
+    return Listing(tuple(map(as_dict, listed)), banner, is_there=True)
 
 
-def chosen_model(arm: ArmSettings, listing: Listing, who: str) -> str:
-    """The model that the user named, else the only one listed.  UsageError where there are more."""
+def chosen_model(arm: ArmSettings, listing: Listing, endpoint: Endpoint) -> str:
+    """The model that the user named, else the only one listed.  UsageError where there is none."""
     if arm.model:
         return arm.model
     served = listing.served
     if len(served) == 1:
         return served[0]
-    listed = ""
     if served:
-        listed = f": {', '.join(served)}"
-    raise UsageError(f"{who} lists {len(served)} models; name one with --model{listed}")
+        listed = ", ".join(listing.shown(endpoint.key).served)
+        raise UsageError(
+            f"{endpoint.name} lists {len(served)} models; name one with --model: {listed}"
+        )
+    if listing.is_there:
+        raise UsageError(f"{endpoint.name} lists no models; load one, or name it with --model")
+    raise UsageError(
+        f"{endpoint.name}: this is no OpenAI-compatible server, it has no list of models under "
+        f"{endpoint.api}/models; check host and port (where it is one without a list: --model)"
+    )
+
+
+def marked(key: str, model: Optional[str]) -> str:
+    """The key, as a placeholder where it is a part of the model's name."""
+    return Placeholder(key) if is_part(key, model) else key
+
+
+def is_part(key: str, model: Optional[str]) -> bool:
+    """Whether the key is a part of a model's name, but not all of it, which is an echo."""
+    return model is not None and key in model and key != model
 
 
 def side_page(endpoint: Endpoint, path: str) -> Optional[object]:
@@ -3417,7 +3610,12 @@ def about_of(endpoint: Endpoint, identity: Identity, entry: JSON) -> About:
     if cache_tokens is None and context and slots:
         cache_tokens = context * slots
     tensor_parallel = as_count(told.get("tp_size") or arguments.get("tp_size"))
+    root = entry.get("root")
     about = {
+        "model_file": model_file(told, as_dict(entry.get("status")).get("args")),
+        "model_bytes": as_count(meta.get("size")),
+        "parameters": as_count(meta.get("n_params")),
+        "root": last_part(root) if isinstance(root, str) else None,
         "context": context,
         "quantization": quantization,
         "cache_tokens": cache_tokens,
@@ -3427,6 +3625,26 @@ def about_of(endpoint: Endpoint, identity: Identity, entry: JSON) -> About:
     }
     known = {name: value for name, value in about.items() if value is not None}
     return cast(About, scrubbed(known, "", shown=one_line))
+
+
+def model_file(told: JSON, arguments: object) -> Optional[str]:
+    """The name of the file that holds the model, without its folders.
+
+    A router tells it among the arguments of each model's own server; its version page is its own.
+    """
+    words = arguments if isinstance(arguments, list) else []
+    for flag, path in zip(words, words[1:]):
+        if flag in ("--model", "-m") and isinstance(path, str):
+            return last_part(path)
+    path = told.get("model_path")
+    if not isinstance(path, str) or told.get("role") == "router":
+        return None
+    return last_part(path)
+
+
+def last_part(path: str) -> Optional[str]:
+    """The last part of a path, of Windows too; None where there is none."""
+    return re.split(r"[/\\\\]", path.rstrip("/\\"))[-1] or None
 
 
 def _lifetime_accept_length(states: object) -> Optional[float]:
@@ -3502,34 +3720,71 @@ def findings_at_start(endpoint: Endpoint, snapshot: Snapshot, say: Say) -> list[
     return [finding("busy", detail, requests=busy)]
 
 
-def server_numbers(
-    servers: Sequence[Server], answers: Sequence[Optional[Answer]], warmup: int
-) -> list[int]:
+@dataclass(frozen=True)
+class WarmUp:
+    """What came of one arm's discarded requests: the last answer, and what its server counted."""
+
+    answer: Optional[Answer]
+    received: Optional[int]  # tokens of all of them
+    failed: bool  # whether one of them brought no answer
+    after: Snapshot
+    growth: Growth
+
+    @property
+    def drafted(self) -> Optional[bool]:
+        """Whether drafts were seen; None where neither the answer nor the counters tell."""
+        if self.answer is None:
+            return None
+        counted = acceptance_of_counters(self.growth, 1)
+        told = acceptance_told([self.answer], is_counted=counted is not None) or counted
+        return None if told is None else bool(told.drafted or told.accepted)
+
+
+def counted_warm_up(server: Server, readings: Sequence[Reading]) -> WarmUp:
+    """What a server counted since its preflight, once its counters have settled."""
+    answers = [reading.answer for reading in readings if reading.answer]
+    received = sum_known(answer.completion_tokens for answer in answers)
+    failed = len(answers) < len(readings)
+    after = server.snapshot
+    if after.samples is not None and received:
+        after = settled_snapshot(server.endpoint, after, received, failed)
+    return WarmUp(
+        answer=answers[-1] if answers else None,
+        received=received,
+        failed=failed,
+        after=after,
+        growth=counter_growth(server.snapshot, after),
+    )
+
+
+def server_numbers(servers: Sequence[Server], warm_ups: Sequence[WarmUp]) -> list[int]:
     """The same number for arms that are one server.
 
-    They have one address, or a process that counted both arms' warm-up.  An equal start alone
-    proves nothing: it is told in hundredths of a second, and a script starts servers together.
+    They have one address and ask for one model, or their counters show both arms' warm-up.  An
+    equal start alone proves nothing: it is told in hundredths of a second, and a script starts
+    servers together.
     """
     numbers: list[int] = []
-    for server, answer in zip(servers, answers):
-        received = 0
-        if answer:
-            received = (answer.completion_tokens or 0) * warmup
-        same = [n for n, other in zip(numbers, servers) if _is_one(other, server, received)]
+    sides = list(zip(servers, warm_ups))
+    for side in sides:
+        same = [n for n, other in zip(numbers, sides) if _is_one(other, side)]
         numbers.append(same[0] if same else len(numbers))
     return numbers
 
 
-def _is_one(other: Server, server: Server, received: int) -> bool:
-    """Whether two arms have one server; the later one received so many tokens in its warm-up."""
-    if other.endpoint.api == server.endpoint.api:
+def _is_one(a: tuple[Server, WarmUp], b: tuple[Server, WarmUp]) -> bool:
+    """Whether two arms have one server."""
+    ends = [server.endpoint for server, _ in (a, b)]
+    if (ends[0].api, ends[0].model) == (ends[1].api, ends[1].model):
         return True
-    process = server.snapshot.process
-    if process is None or other.snapshot.process != process:
+    (_, mine), (_, theirs) = a, b
+    process = mine.after.process
+    if theirs.after.process != process:
         return False
-    after = settled_snapshot(server.endpoint, server.snapshot, received)
-    generated = generated_tokens(counter_growth(server.snapshot, after)) or 0
-    return generated > 1.5 * received > 0
+    both = (mine.received or 0) + (theirs.received or 0)
+    counted = [generated_tokens(warm_up.growth) or 0 for warm_up in (mine, theirs)]
+    is_like = process is not None or counted[0] == counted[1]
+    return is_like and min(counted) > 0.75 * both > 0
 
 
 # ---- timing loop --------------------------------------------------------------------------------
@@ -3725,6 +3980,7 @@ class Recorder:
         self.show = show
         self.clock = clock
         self.trouble: Optional[str] = None
+        self.gave_up = False
         self.answered = 0  # over all levels
         self.begin((), 0)
 
@@ -3747,10 +4003,20 @@ class Recorder:
             write_whole(self.file, json_line(line))
         except OSError as error:
             self.file = None
-            self.trouble = (
+            words = (
                 f"the run file could not be written: {error.strerror}; measuring went on without it"
             )
-            self.say(self.trouble)
+            self.note_trouble(words)
+            self.say(words)
+
+    def note_trouble(self, words: str) -> None:
+        """Keep what went wrong, for the end."""
+        self.trouble = "; ".join(filter(None, (self.trouble, words)))
+
+    def give_up(self, words: str) -> None:
+        """No more is measured; the reason is told at the end."""
+        self.gave_up = True
+        self.note_trouble(words)
 
     def add(self, reading: Reading) -> None:
         """Keep one reading; the conditions of its level stand before it in the run file."""
@@ -3803,9 +4069,20 @@ def take_reading(
         repeat=shot.repeat,
         place=shot.place,
     )
+    patience = endpoint.patience
+    limit_s = patience.limit_s(endpoint.timeout_s)
+    sent_at = 0.0
+
+    def ask() -> Answer:
+        nonlocal sent_at
+        sent_at = patience.clock()
+        return complete(replace(endpoint, timeout_s=limit_s), prompt.messages)
+
     try:
-        answer, waited = patiently(lambda: complete(endpoint, prompt.messages), say, endpoint.name)
+        answer, waited = patiently(ask, say, endpoint.name, patience)
+        patience.note_answer()
     except RequestFailed as error:
+        patience.note_failure(patience.clock() - sent_at, limit_s)
         refused = refusal(endpoint, error)
         if refused and is_first:
             raise UsageError(refused) from None
@@ -3826,7 +4103,7 @@ def execute(
     concurrency: int = 1,
     warmed: bool = True,
 ) -> bool:
-    """Carry out the plan; True if it was interrupted.
+    """Carry out the plan; True if it was interrupted, or given up as `recorder` then knows.
 
     `hosts` numbers the server behind each arm: where arms share one, its counters are of them all.
     Without `warmed`, the first request of an arm may find that its server refuses it (UsageError).
@@ -3844,6 +4121,9 @@ def execute(
         for block in plan:
             loop.carry_out(block)
     except KeyboardInterrupt:
+        return True
+    except GaveUp as error:
+        recorder.give_up(str(error))
         return True
     finally:
         recorder.clear_progress()
@@ -3884,12 +4164,21 @@ class Loop:
         endpoint, prompt = self.endpoints[shot.arm], self.prompts[shot.prompt]
         return take_reading(endpoint, prompt, shot, self.recorder.say, is_first)
 
+    def keep(self, reading: Reading, endpoint: Endpoint) -> None:
+        """Record one reading.  GaveUp where its server does nothing but fail."""
+        self.recorder.add(reading)
+        if endpoint.patience.failures >= MOST_FAILURES:
+            raise GaveUp(
+                f"{endpoint.name}: {MOST_FAILURES} requests in a row failed, so measuring ended "
+                f"here; the last error: {reading.error}"
+            )
+
     def take_in_turn(self, shots: Sequence[Shot]) -> float:
         """One request at a time; when the last ended, by the recorder's clock."""
         for shot in shots:
             is_first = shot.arm not in self.heard and self.recorder.answered < len(self.endpoints)
             self.heard.add(shot.arm)
-            self.recorder.add(self.take(shot, is_first))
+            self.keep(self.take(shot, is_first), self.endpoints[shot.arm])
         return self.recorder.clock()
 
     def take_at_once(self, shots: Sequence[Shot]) -> tuple[float, Optional[float]]:
@@ -3933,7 +4222,7 @@ class Loop:
                 reading, finished = done.get(timeout=0.1)
                 if isinstance(reading, BaseException):
                     raise reading
-                self.recorder.add(reading)
+                self.keep(reading, endpoint)
                 left -= 1
             if clock() >= look_at and left >= self.concurrency:
                 seen = metrics_snapshot(endpoint).waiting()
@@ -6591,7 +6880,7 @@ class Warmed:
 
     servers: tuple[Server, ...]
     hosts: tuple[int, ...]  # the same number for arms that are one server
-    readings: tuple[list[Reading], ...]  # the warm-up of each arm
+    warm_ups: tuple[WarmUp, ...]
     findings: list[Finding]
 
 
@@ -6613,7 +6902,7 @@ def conditions_of(
         "arm": endpoint.arm,
         "base_url": endpoint.api,
         "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
-        "model": endpoint.model,
+        "model": endpoint.shown_model,
         "engine": endpoint.engine.name if engine == "unknown" else engine,
         "engine_version": server.version if version == "unknown" else version,
         "server": server.about,
@@ -6683,12 +6972,13 @@ def this_host() -> Host:
 
 def warmed_up(settings: Settings, servers: Sequence[Server], say: Say) -> Warmed:
     """Send the discarded requests.  Where a stream carries no token count, nothing is streamed."""
-    readings = tuple(warm_up([server.endpoint for server in servers], settings.warmup, say))
-    answers = [last_answer(own) for own in readings]
-    hosts = tuple(server_numbers(servers, answers, settings.warmup))
+    readings = warm_up([server.endpoint for server in servers], settings.warmup, say)
+    warm_ups = tuple(map(counted_warm_up, servers, readings))
+    hosts = tuple(server_numbers(servers, warm_ups))
+    answers = [warm.answer for warm in warm_ups]
     streamed = [answer for answer in answers if answer and answer.streamed]
     if all(answer.completion_tokens is not None for answer in streamed):
-        return Warmed(tuple(servers), hosts, readings, [])
+        return Warmed(tuple(servers), hosts, warm_ups, [])
     words = (
         "a server's streamed answers carry no token count, so all servers are measured without "
         "streaming"
@@ -6698,13 +6988,7 @@ def warmed_up(settings: Settings, servers: Sequence[Server], say: Say) -> Warmed
     for server in servers:
         endpoint = replace(server.endpoint, stream=False)
         plain.append(replace(server, endpoint=endpoint))
-    return Warmed(tuple(plain), hosts, readings, [finding("usage-missing", words)])
-
-
-def last_answer(readings: Sequence[Reading]) -> Optional[Answer]:
-    """The last one that came."""
-    answers = [reading.answer for reading in readings if reading.answer]
-    return answers[-1] if answers else None
+    return Warmed(tuple(plain), hosts, warm_ups, [finding("usage-missing", words)])
 
 
 def await_counters(warmed: Warmed) -> None:
@@ -6712,14 +6996,29 @@ def await_counters(warmed: Warmed) -> None:
 
     Before the first level that is the warm-up.
     """
-    for number, server in enumerate(warmed.servers):
-        arms = [arm for arm, host in enumerate(warmed.hosts) if host == warmed.hosts[number]]
-        asked = [reading for arm in arms for reading in warmed.readings[arm]]
-        answers = [reading.answer for reading in asked if reading.answer]
-        tokens = sum_known(answer.completion_tokens for answer in answers)
+    for server, host in zip(warmed.servers, warmed.hosts):
+        own = [warm for warm, number in zip(warmed.warm_ups, warmed.hosts) if number == host]
+        tokens = sum_known(warm.received for warm in own)
         if server.snapshot.samples is not None:
-            failed = len(answers) < len(asked)
+            failed = any(warm.failed for warm in own)
             settled_snapshot(server.endpoint, server.snapshot, tokens, failed)
+
+
+def known_beforehand(planned: Sequence[Run], warm_ups: Sequence[WarmUp]) -> Iterator[str]:
+    """What speaks against the comparison before anything of it is measured."""
+    baseline, *candidates = planned
+    plain, *others = (warm_up.drafted for warm_up in warm_ups)
+    for run, drafted in zip(candidates, others):
+        if noise_check(baseline, run):
+            yield f"{run.arm} and {baseline.arm} are one server: this measures the noise"
+        for found in model_findings(baseline.conditions, run.conditions):
+            if found.get("grade") != "name":
+                yield found["detail"]
+        if plain and drafted is False:
+            yield (
+                f"{baseline.arm} drafted in the warm-up and {run.arm} did not: are their addresses "
+                "swapped?"
+            )
 
 
 @dataclass(frozen=True)
@@ -6751,6 +7050,9 @@ def measure_levels(
             name = f"{run_id}-{level}"
         try:
             planned = planned_runs(settings, warmed, level, name)
+            if not measured:
+                for words in known_beforehand(planned, warmed.warm_ups):
+                    recorder.say(words)
             interrupted = carry_out(settings, warmed, planned, recorder)
         except KeyboardInterrupt:
             if not measured:
@@ -6761,7 +7063,7 @@ def measure_levels(
             if not measured:
                 raise
             # the levels before it are kept
-            recorder.trouble = "; ".join(filter(None, (recorder.trouble, str(error))))
+            recorder.note_trouble(str(error))
             break
         measured.append([recorded(run, recorder, interrupted) for run in planned])
         if interrupted:
@@ -6791,7 +7093,7 @@ def judged_levels(
         interrupted = True
     results = [result_of(level, judging, known) for level, known in zip(levels, triage)]
     told = [Measured(result, runs, False) for result, runs in zip(results, measured)]
-    told[-1] = replace(told[-1], interrupted=interrupted)
+    told[-1] = replace(told[-1], interrupted=interrupted and not recorder.gave_up)
     return told
 
 
@@ -7129,8 +7431,8 @@ def column_widths(rows: Rows, left: int) -> list[int]:
     """The width of each column; where that is too much, left columns are narrowed to 8 at least."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     room = TABLE_COLUMNS - 2 * (len(widths) - 1)
-    while sum(widths) > room and (widest := max(widths[:left])) > 8:
-        widths[widths.index(widest)] -= 1
+    while sum(widths) > room and max(widths[:left]) > 8:
+        widths[widths.index(max(widths[:left]))] -= 1
     return widths
 
 
@@ -8187,9 +8489,6 @@ def csv_cell(value: object) -> object:
 
 def csv_report(records: Sequence[Record]) -> str:
     """The comparisons as comma-separated values, a row a record, columns named as its fields."""
-    import csv
-    import io
-
     out = io.StringIO()
     writer = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -8842,10 +9141,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """What is wrong with a command line."""
-        raise UsageError(f"{message}; see --help")
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        flag = unknown.partition(" ")[0].partition("=")[0]
+        raise UsageError(f"{message}{meant(flag, self._option_string_actions)}; see --help")
 
     def _print_message(self, message: str, file: object = None) -> None:
         print_lines([message.rstrip()])
+
+
+def meant(word: str, names: Iterable[str]) -> str:
+    """A question for a misspelt word, "" where nothing is like it."""
+    import difflib
+
+    like = difflib.get_close_matches(word, list(names), 1)
+    return f"; did you mean {like[0]}?" if like else ""
 
 
 def _parser(
@@ -8859,7 +9168,8 @@ def _parser(
         add_help=bool(description),  # without one the help page is the top of this file
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"measure_speculative {__version__}")
+    version = f"measure_speculative {__version__}"
+    parser.add_argument("-V", "--version", action="version", version=version)
     return parser
 
 
@@ -8928,7 +9238,7 @@ def _add_results(parser: Parser) -> None:
         action="extend",
         default=[],
         metavar="WHAT",
-        help="exit with 3 on any of slower, changed-text, regression, did-not-run",
+        help=f"exit with 3 on any of {', '.join(FAIL_ON)} (comma list)",
     )
     add("--quiet", action="store_true", help="print nothing but errors and --fail-on alarms")
     add(
@@ -9120,12 +9430,12 @@ def check_outputs(keeping: Keeping, save_run: Optional[str], inputs: Sequence[st
     """UsageError if a file that will be written cannot be, or is read or written otherwise too."""
     if not keeping.label.strip() or not keeping.label.isprintable():
         raise UsageError(f"--label {keeping.label!r} is no name: one line of printable characters")
-    taken = {os.path.realpath(path): "an input" for path in inputs}
+    taken = {file_identity(path): "an input" for path in inputs}
     report = keeping.divergence_report
     outputs = {"--labbook": keeping.labbook, "--divergence-report": report, "--save-run": save_run}
     for option, path in outputs.items():
         if path:
-            other = taken.setdefault(os.path.realpath(path), option)
+            other = taken.setdefault(file_identity(path), option)
             if other != option:
                 raise UsageError(
                     f"{option} and {other} are the same file, {path}; give {option} another name"
@@ -9133,15 +9443,52 @@ def check_outputs(keeping: Keeping, save_run: Optional[str], inputs: Sequence[st
     check_appendable(keeping.labbook)
     if report:
         check_appendable(report, "report", "--divergence-report")
+        check_overwritable(report)
+
+
+def file_identity(path: str) -> Hashable:
+    """What two names of one file have in common, be they links of either kind."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    with contextlib.suppress(OSError):  # the working folder may be gone
+        return os.path.realpath(path)
+    return path
+
+
+REPORT_TITLES = (b"# Greedy text that changes with spec", b"# No text changed with spec")
+
+
+def check_overwritable(path: str) -> None:
+    """UsageError for a file that holds something else than an earlier report on changed text."""
+    if not os.path.isfile(path):
+        return
+    beginning = read_bytes(path)[:80]
+    if beginning and not beginning.startswith(REPORT_TITLES):
+        raise UsageError(
+            f"{path} is no earlier report on changed text, so it is not written over; "
+            "--divergence-report wants a new file"
+        )
+
+
+def help_page() -> str:
+    """The top of this file, also where Python was told to leave such texts out (-OO)."""
+    if __doc__:
+        return __doc__
+    with open(__file__, encoding="utf-8") as file:
+        _, page, _ = file.read().split('"""', 2)
+    return page.replace("\\\\", "\\")
 
 
 def measure_command(argv: Sequence[str]) -> int:
     """measure: prompts -> plan -> readings -> comparison -> notebook and terminal."""
     if "-h" in argv or "--help" in argv:
-        print_lines([(__doc__ or "").rstrip()])
+        print_lines([help_page().rstrip()])
         return MEASURED
     args = measure_parser().parse_args(argv)
     key = api_key(args.api_key_env)
+    for model in (args.model, args.speculative_model):
+        key = marked(key, model)
     command = redacted(shlex.join(["measure_speculative.py", *argv]), key)
     keeping = keeping_of(args, command)
     say = speaker(keeping.quiet)
@@ -9181,7 +9528,7 @@ def conclude(
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
         return INTERRUPTED
     alarmed = look_for_alarms(keeping, records)
-    appended = append_or_show(keeping.labbook, records)
+    appended = append_or_show(keeping.labbook, records, speaker(keeping.quiet))
     unwritten = write_divergences(keeping, results, prompts)
     unprinted = print_report(keeping, results, appended)
     found = (trouble, alarmed.trouble, appended.trouble, unwritten, unprinted)
@@ -9215,10 +9562,10 @@ def look_for_alarms(keeping: Keeping, records: Sequence[Record]) -> Step:
         return Step([], trouble, isinstance(error, KeyboardInterrupt))
 
 
-def append_or_show(path: str, records: Sequence[Record]) -> Step:
+def append_or_show(path: str, records: Sequence[Record], say: Say = say_on_stderr) -> Step:
     """Append the records to the notebook.  Where that fails they are the lines to print."""
     try:
-        append_records(path, records)
+        append_records(path, records, say)
         return Step([])
     except (OSError, KeyboardInterrupt) as error:
         lines = [json_line(record).decode().rstrip() for record in records]
@@ -9798,7 +10145,8 @@ def run_command(words: list[str]) -> int:
         check_secrets(words)
         if command == "measure" and words and not words[0].startswith("-"):
             shown = [name for name in COMMANDS if name != "reference-server"]
-            raise UsageError(f"unknown command {words[0]}; the commands are {', '.join(shown)}")
+            known = f"; the commands are {', '.join(shown)}"
+            raise UsageError(f"unknown command {words[0]}{meant(words[0], shown)}{known}")
         return COMMANDS[command](words)
     except SystemExit as stop:  # argparse has said why
         return stop.code if isinstance(stop.code, int) else USAGE
@@ -9811,4 +10159,8 @@ def run_command(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # all is written; what Python would tear down now could only be interrupted
+    try:
+        code = main()
+    except KeyboardInterrupt:  # before its first line, or behind its last
+        code = INTERRUPTED
+    os._exit(code)  # all is written; what Python would tear down now could only be interrupted

@@ -1,6 +1,10 @@
 """The command line: what is refused before any request, the help, and the one file by itself."""
 
 import argparse
+import ast
+import contextlib
+import glob
+import io
 import json
 import math
 import os
@@ -17,6 +21,7 @@ import measure_speculative as ms
 from tests.fakes import FakeServer, Speculation
 from tests.support import (
     PROGRAM,
+    no_windows,
     SAVE,
     measure,
     run_main,
@@ -215,10 +220,107 @@ class Help(unittest.TestCase):
 
     def test_every_command_has_a_help_and_a_version(self):
         for command in ("measure", "compare", "report", "break-even", "calibrate"):
-            for flag in ("--help", "--version"):
+            for flag in ("--help", "-h", "--version", "-V"):
                 outcome = run_main(command, flag)
                 self.assertEqual((outcome.code, outcome.err), (0, ""))
                 self.assertTrue(outcome.out.strip())
+
+
+class MisspeltWords(unittest.TestCase):
+    """A flag or command that is none is answered with the one that was meant."""
+
+    def test_the_flag_that_was_meant_is_named(self):
+        for words, meant in (
+            (("--basline-url", "x"), "--baseline-url"),
+            (("--speculativ-url=x",), "--speculative-url"),
+            (("measure", "--repeat", "3"), "--repeats"),
+            (("compare", "a", "b", "--lable", "x"), "--label"),
+            (("break-even", "--chains=3"), "--chain"),
+        ):
+            outcome = run_main(*words)
+            self.assertEqual((outcome.code, outcome.err.count("\n")), (2, 1))
+            self.assertIn(f"did you mean {meant}?", outcome.err)
+
+    def test_the_command_that_was_meant_is_named(self):
+        for word, meant in (
+            ("mesure", "measure"),
+            ("reprot", "report"),
+            ("brek-even", "break-even"),
+        ):
+            outcome = run_main(word)
+            self.assertEqual(outcome.code, 2)
+            self.assertIn(f"did you mean {meant}?", outcome.err)
+
+    def test_nothing_is_guessed_where_nothing_is_alike(self):
+        for words in (("--xyzzy",), ("xyzzy",)):
+            self.assertNotIn("did you mean", run_main(*words).err)
+
+
+class DidNotRun(unittest.TestCase):
+    def test_drafts_that_never_came_are_an_alarm_for_those_who_ask(self):
+        for speculation, flags, code in (
+            (None, ("--fail-on", "did-not-run"), 3),
+            (None, ("--fail-on", "slower,did-not-run", "--quiet"), 3),
+            (None, ("--fail-on", "changed-text"), 0),
+            (Speculation(2, (2, 1, 0)), ("--fail-on", "did-not-run"), 0),
+        ):
+            with (
+                self.subTest(flags, drafts=bool(speculation)),
+                FakeServer("vllm", words=6) as base,
+                FakeServer("vllm", words=6, speculation=speculation) as drafting,
+            ):
+                outcome = measure(base, drafting, *flags, prompts=["a", "b"])
+            self.assertEqual(outcome.code, code, outcome.err)
+            self.assertEqual("DID NOT RUN" in outcome.err, code == 3)
+
+
+class TheProgramsStart(unittest.TestCase):
+    """Whatever Python, flags and folder it is started with."""
+
+    def start(self, *words, python=(sys.executable,), **options):
+        command = [*python, str(PROGRAM), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+        self.assertNotIn("Traceback", done.stderr)
+        return done
+
+    def test_an_old_python_is_told_which_one_is_needed(self):
+        tried = [shutil.which(f"python3.{minor}") for minor in (7, 8)]
+        tried += glob.glob(os.path.expanduser("~/.pyenv/versions/3.[78].*/bin/python"))
+        for python in filter(None, tried):
+            for words in ((), ("--help",), ("report", "x.md")):
+                done = self.start(*words, python=(python,))
+                if "pyenv" in done.stderr:  # a shim without such a Python behind it
+                    continue
+                self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+                self.assertRegex(done.stderr, r"\Ameasure_speculative needs Python 3\.9.*\n\Z")
+
+    def test_the_check_stands_before_anything_that_an_old_python_lacks(self):
+        """What it says where no old Python is installed to try it."""
+        with mock.patch.object(sys, "version_info", (3, 8, 18)):
+            errors = io.StringIO()
+            with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit) as caught:
+                exec(compile(PROGRAM.read_text("utf-8"), "old", "exec"), {"__name__": "old"})
+        self.assertEqual((caught.exception.code, errors.getvalue().count("\n")), (2, 1))
+        ast.parse(PROGRAM.read_text("utf-8"), feature_version=(3, 7))
+
+    def test_help_is_printed_where_python_leaves_such_texts_out(self):
+        plain = self.start("--help")
+        for words in (("--help",), ("-h",), ("measure", "--help")):
+            stripped = self.start(*words, python=(sys.executable, "-OO"))
+            self.assertEqual(stripped.returncode, 0, stripped.stderr)
+            self.assertEqual(stripped.stdout.rstrip(), plain.stdout.rstrip())
+
+    @no_windows
+    def test_a_working_folder_that_is_gone_is_said_in_one_line(self):
+        folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
+        code = "import os, subprocess, sys; os.rmdir(os.getcwd()); sys.exit(subprocess.call(sys.argv[1:]))"
+        python = (sys.executable, "-c", code, sys.executable)
+        url = ("--baseline-url", "http://127.0.0.1:9")
+        for words in (url, (*url, "--save-run", "r"), ("report", "x.md"), ("compare", "a", "b")):
+            os.makedirs(folder, exist_ok=True)
+            done = self.start(*words, python=python, cwd=folder)
+            self.assertEqual((done.returncode, done.stderr.count("\n")), (2, 1), done.stderr)
 
 
 class TheFileAlone(unittest.TestCase):

@@ -1,8 +1,10 @@
 """Ctrl-C, signals and lost terminals: what was finished is kept, reported and recorded, whenever the end comes."""
 
+import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 from unittest import mock
@@ -319,6 +321,25 @@ class InterruptedAtTheStart(unittest.TestCase):
         process.stdout.readline()
         process.send_signal(2)
         self.assertEqual((process.communicate(timeout=20)[1], process.returncode), (b"", -2))
+
+    def test_ctrl_c_before_the_first_line_of_main_and_behind_its_last_is_an_end(self):
+        """A second one as well, shortly after."""
+        source = PROGRAM.read_text("utf-8")
+        kill = "os.kill(os.getpid(), 2)\n"
+        early = source.replace(
+            "        return run_command(words)\n", f"        {kill}        {kill}"
+        )
+        late = source.replace("        code = main()\n", f"        code = main()\n        {kill}")
+        with tempfile.TemporaryDirectory() as folder:
+            for text in (early, late):
+                self.assertNotEqual(text, source)
+                path = pathlib.Path(folder) / "program.py"
+                path.write_text(text, "utf-8")
+                done = subprocess.run(
+                    [sys.executable, str(path), "break-even"], capture_output=True, timeout=60
+                )
+                self.assertNotIn(b"Traceback", done.stderr)
+                self.assertEqual(done.returncode, 130)
 
 
 if __name__ == "__main__":

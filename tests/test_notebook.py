@@ -1,6 +1,7 @@
 """The lab notebook, and files and locks at large: nothing that was measured is lost, torn, mixed or written over."""
 
 import builtins
+import errno
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from unittest import mock
 import measure_speculative as ms
 from tests.fakes import CASES, FakeServer
 from tests.support import (
+    CHANGED,
     PROGRAM,
     at_most,
     compare,
@@ -382,6 +384,38 @@ class FilesThatCoincide(unittest.TestCase):
                 self.refused(outcome, self.PROMPTS, *named)
                 self.assertEqual(a.requests, [])
 
+    def test_a_report_is_written_over_an_earlier_report_only(self):
+        report = ("--divergence-report", "r.md")
+        with FakeServer("plain", words=3) as a, FakeServer("plain", words=3) as b:
+            for text in (b"", b"x", b'# Notes\n{"n": 1}\n', b"\n# No text changed with spec", b"#"):
+                del a.requests[:]
+                outcome = measure(a, b, *report, prompts=["one"], files={"r.md": text})
+                with self.subTest(text):
+                    self.assertEqual(outcome.code, 2 if text else 0, outcome.err)
+                    self.assertEqual(bool(a.requests), not text)
+                    self.assertEqual(outcome.files["r.md"] == text, bool(text))
+            again = {"r.md": measure(a, b, *report, prompts=["one"]).files["r.md"] + b"mine"}
+            outcome = measure(a, b, *report, prompts=["one"], files=again)
+            self.assertEqual(outcome.code, 0, outcome.err)
+            self.assertNotIn(b"mine", outcome.files["r.md"])
+        with FakeServer("plain", answers=lambda p, n: CHANGED) as b, FakeServer("plain") as a:
+            again = {"r.md": measure(a, b, *report, prompts=["one"]).files["r.md"]}
+            self.assertEqual(measure(a, b, *report, prompts=["one"], files=again).code, 0)
+
+    @no_windows
+    def test_hard_links_of_one_file_are_one_file(self):
+        with tempfile.TemporaryDirectory() as folder, FakeServer("plain") as a:
+            path = pathlib.Path(folder)
+            for data in (b"", b"# Notes\n"):
+                (path / "book.md").write_bytes(data)
+                os.link(path / "book.md", path / "link.md")
+                outcome = measure(
+                    a, None, "--labbook", path / "book.md", "--divergence-report", path / "link.md"
+                )
+                self.assertEqual((outcome.code, a.requests), (2, []), outcome.err)
+                self.assertEqual((path / "book.md").read_bytes(), data)
+                (path / "link.md").unlink()
+
     @no_windows
     def test_a_link_and_a_file_in_a_folder_of_prompts_are_seen_through(self):
         with tempfile.TemporaryDirectory() as folder, FakeServer("plain") as a:
@@ -490,6 +524,18 @@ class HeldLock(unittest.TestCase):
             [record["kind"] for record in strict(outcome.out.encode())],
             ["endpoint", "endpoint", "comparison"],
         )
+
+    def test_a_file_system_without_locks_is_written_to_with_a_word(self):
+        for number in (errno.ENOLCK, errno.ENOTSUP):
+            error = OSError(number, os.strerror(number))
+            for quiet in ((), ("--quiet",)):
+                with (
+                    self.subTest(number, quiet=quiet),
+                    mock.patch("fcntl.flock", side_effect=error),
+                ):
+                    outcome = compare(*slow_pair().items(), flags=quiet)
+                self.assertEqual((outcome.code, len(outcome.records)), (0, 3), outcome.err)
+                self.assertEqual("without locks" in outcome.err, not quiet)
 
     def test_a_lock_that_is_given_back_in_time_is_waited_for(self):
         outcome, book = self.held(8, release_after=0.2)

@@ -92,10 +92,44 @@ class PlainTextPrompts(PromptFolder):
             [text],
         )
 
-    def test_every_other_ending_is_plain_text(self):
-        for name in ("p", "p.md", "p.text", "p.JSONX"):
+    def test_markdown_and_files_without_an_ending_are_plain_text(self):
+        for name in ("p", "p.md", "p.TXT", "p.MD"):
             with self.subTest(name):
                 self.assertEqual(self.texts(name, '{"prompt": "x"}\n'), ['{"prompt": "x"}'])
+
+    def test_any_other_ending_is_refused_with_the_list_of_those_that_are_read(self):
+        for name in ("p.text", "p.JSONX", "p.py", "p.tsv", "p.parquet", "p.yaml"):
+            with self.subTest(name), self.assertRaises(ms.UsageError) as caught:
+                self.load(name, "def f():\n    pass\n")
+            for words in (name, *".txt .md .csv .jsonl .ndjson .json".split()):
+                self.assertIn(words, str(caught.exception))
+
+    def note(self, *lines, name="p.txt"):
+        return ms.load_prompts([self.write(name, "\n".join(lines))])[1]
+
+    def test_a_short_file_whose_lines_end_like_no_sentence_is_shown_as_it_will_be_sent(self):
+        (note,) = self.note("Rename the variable t", "def total(lines):", "    t = 0", "Return it.")
+        for words in ("p.txt", "4 lines", '"Rename the variable t"'):
+            self.assertIn(words, note)
+
+    def test_sentences_in_any_script_one_line_and_long_lists_give_no_note(self):
+        for lines in (
+            ("What is it?", 'Say "no."', "**Now!**", "and one without"),
+            ("\u4f60\u597d\u3002", "\u771f\u7684\u5417\uff1f"),
+            ("A single line",),
+            ["a story about a clock"] * 40,
+        ):
+            with self.subTest(lines[0]):
+                self.assertEqual(self.note(*lines), [])
+        self.assertEqual(len(self.note(*["a story about a clock"] * 39)), 1)
+
+    def test_the_note_is_said_before_the_first_request_and_the_run_goes_on(self):
+        with FakeServer("plain", words=3) as server:
+            outcome = measure(
+                server, None, "--prompts", "p.txt", files={"p.txt": "one thing\nanother\n"}
+            )
+        self.assertEqual((outcome.code, outcome.err.count("\n")), (0, 1), outcome.err)
+        self.assertIn('"one thing"', outcome.err)
 
     def test_a_prompt_is_named_after_its_file_and_place_and_its_kind_after_the_file(self):
         prompts = self.load("my-prompts.txt", "one\n\ntwo\n")
@@ -195,6 +229,31 @@ class JsonPrompts(PromptFolder):
             with self.subTest(name):
                 self.assertEqual(self.texts(name, data), [text for _, text in self.ENTRIES])
 
+    def test_null_is_absent(self):
+        rows = [
+            {"prompt": "a", "messages": None, "turns": None, "category": None},
+            {"prompt": None, "messages": [{"role": "user", "content": "b"}], "turns": None},
+            {"prompt": None, "messages": None, "turns": ["c"], "id": None, "question_id": 7},
+        ]
+        for name, data in (
+            ("p.ndjson", "\n".join(map(json.dumps, rows))),
+            ("p.JSON", json.dumps(rows)),
+        ):
+            prompts = self.load(name, data)
+            self.assertEqual([text_of(prompt) for prompt in prompts], ["a", "b", "c"])
+            self.assertEqual([prompt.id for prompt in prompts], ["p-1", "p-2", "7"])
+
+    def test_json_lines_are_read_under_either_name_in_any_case(self):
+        for name in ("p.jsonl", "p.ndjson", "p.JSONL", "p.NdJson"):
+            self.assertEqual(
+                self.texts(name, '{"prompt": "a"}\n{"prompt": "b"}\n'), ["a", "b"], name
+            )
+
+    def test_json_lines_that_are_named_json_are_refused_with_the_hint(self):
+        for lines in ('{"prompt": "a"}\n{"prompt": "b"}\n', '{"prompt": "a"}\n'):
+            with self.assertRaisesRegex(ms.UsageError, "name it .jsonl"):
+                self.load("p.json", lines)
+
     def test_messages_are_sent_as_they_are(self):
         messages = [
             {"role": "system", "content": "be brief"},
@@ -251,12 +310,72 @@ class JsonPrompts(PromptFolder):
         self.assertNotEqual(self.load("b.txt", "y")[0].digest(), same[0].digest())
 
 
+class TablesOfPrompts(PromptFolder):
+    """CSV: a heading names the columns, and each record is a prompt, whole."""
+
+    def test_each_record_is_a_prompt_with_its_commas_and_line_ends(self):
+        text = 'id,Prompt,category\nx,"Name rivers, long ones.",geo\ny,"Write\na ""haiku"".",\n'
+        for name in ("p.csv", "p.CSV"):
+            prompts = self.load(name, text)
+            self.assertEqual(
+                [(p.id, p.workload, text_of(p)) for p in prompts],
+                [("x", "geo", "Name rivers, long ones."), ("y", "p", 'Write\na "haiku".')],
+            )
+
+    def test_the_column_may_be_called_prompt_question_or_text(self):
+        for heading in ("prompt,text", "n,question", "n,TEXT", "\ufeffprompt,n"):
+            with self.subTest(heading):
+                row = "say it,1" if heading.lstrip("\ufeff").startswith("prompt") else "1,say it"
+                self.assertEqual(self.texts("p.csv", f"{heading}\r\n\r\n{row}\r\n"), ["say it"])
+
+    def test_what_is_no_such_table_is_refused_with_its_place(self):
+        for text, place, reason in (
+            ("a,b\n1,2\n", "p.csv:1", "prompt, question or text"),
+            ("Name three rivers.\n", "p.csv:1", "prompt, question or text"),
+            ("prompt\nName rivers, long ones.\n", "p.csv:2", "comma"),
+            ('prompt\n"a\nb"\nx,y\n', "p.csv:4", "comma"),
+            ('prompt\n"never closed\n', "p.csv:2", "not CSV"),
+            ("prompt,id\n,7\n", "p.csv:2", "no text"),
+        ):
+            with self.subTest(text), self.assertRaises(ms.UsageError) as caught:
+                self.load("p.csv", text)
+            self.assertIn(place, str(caught.exception))
+            self.assertIn(reason, str(caught.exception))
+
+
+class ConversationsWithoutAnswers(PromptFolder):
+    """User messages in a row are turns, of which a client asks one after the other."""
+
+    def sent(self, *roles):
+        messages = [{"role": role, "content": f"{n}"} for n, role in enumerate(roles)]
+        prompts, notes = ms.load_prompts(
+            [self.write("p.jsonl", json.dumps({"messages": messages}))]
+        )
+        return [message["role"] for message in prompts[0].messages], notes
+
+    def test_the_first_turn_is_sent_with_the_system_message_before_it_and_a_note(self):
+        note = ["1 prompt has several turns; only the first turn is used"]
+        for roles, sent in (
+            (["user", "user", "user"], ["user"]),
+            (["system", "user", "user"], ["system", "user"]),
+            (["user", "assistant", "user", "user"], ["user", "assistant", "user"]),
+        ):
+            with self.subTest(roles):
+                self.assertEqual(self.sent(*roles), (sent, note))
+
+    def test_a_conversation_with_its_answers_is_sent_whole(self):
+        for roles in (["system", "system", "user"], ["user", "assistant", "user"]):
+            self.assertEqual(self.sent(*roles), (roles, []))
+
+
 class FoldersOfPrompts(PromptFolder):
     def test_a_folder_gives_its_prompt_files_in_name_order_and_nothing_else(self):
         for name, data in (
             ("b.jsonl", '{"prompt": "b"}'),
             ("a.txt", "a1\na2"),
             ("c.json", '[{"prompt": "c"}]'),
+            ("d.NDJSON", '{"prompt": "d"}'),
+            ("e.csv", "prompt\ne\n"),
             (".hidden.txt", "hidden"),
             ("notes.md", "notes"),
             ("deeper/d.txt", "deeper"),
@@ -264,8 +383,8 @@ class FoldersOfPrompts(PromptFolder):
         ):
             self.write(name, data)
         prompts, _ = ms.load_prompts([str(self.folder)])
-        self.assertEqual([text_of(prompt) for prompt in prompts], ["a1", "a2", "b", "c"])
-        self.assertEqual([prompt.workload for prompt in prompts], ["a", "a", "b", "c"])
+        self.assertEqual([text_of(prompt) for prompt in prompts], ["a1", "a2", "b", "c", "d", "e"])
+        self.assertEqual([prompt.workload for prompt in prompts], ["a", "a", "b", "c", "d", "e"])
 
     def test_several_paths_follow_each_other_as_given(self):
         paths = [self.write("z.txt", "z"), self.write("d/a.txt", "a"), self.write("b.txt", "b")]

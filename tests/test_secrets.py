@@ -4,6 +4,7 @@ import html
 import json
 import os
 import pathlib
+import re
 import socket
 import tempfile
 import threading
@@ -40,6 +41,8 @@ def forms_of(key):
         ascii(key)[1:-1],
         urllib.parse.quote(key),
         urllib.parse.quote(key, safe=""),
+        re.sub("%..", lambda match: match[0].lower(), urllib.parse.quote(key)),
+        re.sub("%..", lambda match: match[0].lower(), urllib.parse.quote(key, safe="")),
         html.escape(key),
         html.escape(key, quote=False),
     }
@@ -184,6 +187,26 @@ class KeyStaysInside(Secrets):
             with self.subTest(key):
                 self.assertEqual(found[""], figures_)
 
+    def test_a_placeholder_that_is_part_of_the_models_name_is_sent_and_shown(self):
+        key, model = "lm-studio", "lm-studio-community/m"
+        for flags in ((), ("--model", model), ("--model=" + model,)):
+            with (
+                self.subTest(flags),
+                FakeServer("vllm", model=model, api_key=key, words=3) as server,
+            ):
+                outcome = measure(server, None, *flags, env={"SPEC_API_KEY": key}, prompts=["one"])
+                self.assertEqual(outcome.code, 0, outcome.err)
+                self.assertEqual({chat["body"]["model"] for chat in server.chats}, {model})
+                self.assertEqual(outcome.endpoint()["model"], model)
+                self.assertNotIn("[key]", outcome.out + outcome.err)
+
+    def test_a_model_that_is_called_like_the_key_is_asked_for_and_not_shown(self):
+        page = {"data": [{"id": KEY, "owned_by": "vllm"}]}
+        with FakeServer("plain", pages={"/v1/models": page}, words=3) as server:
+            outcome = self.run_with_key(server)
+            self.assertEqual({chat["body"]["model"] for chat in server.chats}, {KEY})
+        self.assertEqual(outcome.endpoint()["model"], "[key]")
+
     def test_a_key_that_was_typed_into_the_command_line_is_shown_and_recorded_nowhere(self):
         key = "sk-a-long-secret-key"
         with FakeServer("plain") as server:
@@ -237,6 +260,9 @@ class EchoedKeys(Secrets):
             "detail": json.dumps({"detail": [{"loc": ["header"], "input": KEY}]}).encode(),
             "url": ("see /login?key=%s" % urllib.parse.quote(KEY)).encode(),
             "url, all of it": ("see /login?key=%s" % urllib.parse.quote(KEY, safe="")).encode(),
+            "url in lower case": re.sub(
+                b"%..", lambda m: m[0].lower(), urllib.parse.quote(KEY, safe="").encode()
+            ),
             "long": b"x" * 250 + KEY.encode() * 9,
         }
         for status in (400, 401, 503):
@@ -385,6 +411,20 @@ class EchoedKeys(Secrets):
                 "vllm", pages={"/version": version, "/metrics": metrics}, words=3
             ) as server:
                 self.assertEqual(self.run_with_key(server).code, 0)
+
+    def test_a_key_in_a_header_of_the_metrics_page_is_hidden(self):
+        with FakeServer("llama.cpp", words=3) as server:
+            real = server._http.RequestHandlerClass.send_head
+
+            def send_head(handler, status, kind, headers):
+                if kind.startswith("text/plain"):
+                    headers = {"Process-Start-Time-Unix": "1-" + KEY}
+                real(handler, status, kind, headers)
+
+            with mock.patch.object(server._http.RequestHandlerClass, "send_head", send_head):
+                outcome = self.run_with_key(server)
+        self.assertEqual(outcome.code, 0, outcome.err)
+        self.assertIn(b'"1-[key]"', outcome.files["run.jsonl"])
 
     def test_a_key_in_an_answer_that_is_the_request_itself_is_hidden(self):
         listener = socket.create_server(("127.0.0.1", 0))

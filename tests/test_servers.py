@@ -4,10 +4,12 @@ import socket
 import threading
 import time
 import unittest
+import urllib.parse
+import urllib.request
 from unittest import mock
 
 import measure_speculative as ms
-from tests.fakes import CASES, ENGINES, FakeServer, ReplayServer, Speculation
+from tests.fakes import CASES, ENGINES, FakeServer, Handler, Loopback, ReplayServer, Speculation
 from tests.support import (
     DEADLINE,
     PATIENCE,
@@ -358,6 +360,198 @@ class ArmsAndTheirServers(unittest.TestCase):
             "same-server", set().union(*(findings(record) for record in outcome.records))
         )
 
+    def test_one_server_under_two_names_is_nobodys_foreign_traffic(self):
+        for engine in ("vllm", "llama.cpp", "sglang"):
+            with (
+                self.subTest(engine),
+                FakeServer(engine, words=6, speculation=Speculation(2, (2, 1))) as server,
+            ):
+                outcome = run_main(
+                    "--baseline-url",
+                    server.url,
+                    "--speculative-url",
+                    server.url.replace("127.0.0.1", "localhost"),
+                    prompts=["x", "y"],
+                )
+                found = set().union(*(findings(record) for record in outcome.records))
+                self.assertIn("same-server", found)
+                self.assertNotIn("foreign-traffic", found)
+
+    def test_one_metrics_page_that_counts_both_arms_is_one_server(self):
+        with FakeServer("vllm", words=6) as server, FakeServer("vllm", words=6) as other:
+            page = server.root + "/metrics"
+            total = server.read_counters
+
+            def of_both():
+                return total() + other.counters
+
+            server.read_counters = of_both
+            outcome = measure(
+                server,
+                other,
+                "--baseline-metrics-url",
+                page,
+                "--speculative-metrics-url",
+                page,
+                prompts=["x", "y"],
+            )
+        found = set().union(*(findings(record) for record in outcome.records))
+        self.assertIn("same-server", found)
+        self.assertNotIn("foreign-traffic", found)
+
+
+class Router(Loopback):
+    """One address for two llama.cpp servers, which the model's name tells apart."""
+
+    class Handler(Handler):
+        def answer_request(self, respond):
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            router = self.server.fake
+            self.fake = next(iter(router.behind.values()))  # whose headers it sends
+            router.pass_on(self, raw)
+
+    def __init__(self, *behind):
+        super().__init__(self.Handler)
+        self.behind = {server.models[0]: server for server in behind}
+
+    def pass_on(self, client, raw):
+        parts = urllib.parse.urlsplit(client.path)
+        wanted = urllib.parse.parse_qs(parts.query).get("model", [None])[0]
+        if raw:
+            wanted = ms.loads(raw.decode())["model"]
+        if parts.path == "/v1/models":
+            return client.send_page(
+                {"data": [self.entry(name) for name in self.behind], "object": "list"}
+            )
+        if parts.path == "/props":
+            return client.send_page({"role": "router", "model_path": "none", "build_info": "b1-0"})
+        if wanted not in self.behind:
+            error = {"code": 400, "message": "model name is missing from the request"}
+            return client.send_page((400, "application/json", ms.json_line({"error": error})))
+        request = urllib.request.Request(self.behind[wanted].root + parts.path, raw or None)
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            client.send(200, answer.headers["Content-Type"], answer.read())
+
+    def entry(self, name):
+        arguments = ["llama-server", "-m", f"/models/{name}-Q4.gguf", "--port", "0"]
+        return {
+            "id": name,
+            "owned_by": "llamacpp",
+            "status": {"value": "loaded", "args": arguments},
+        }
+
+
+class TwoModelsBehindOneAddress(unittest.TestCase):
+    """They are two servers, each with the counters of its own page."""
+
+    def routed(self, speculation, *models):
+        with (
+            FakeServer("llama.cpp", words=24, model="plain") as plain,
+            FakeServer("llama.cpp", words=24, model="mtp", speculation=speculation) as drafting,
+            Router(plain, drafting) as router,
+        ):
+            one, other = models or ("plain", "mtp")
+            flags = ("--model", one, "--speculative-model", other)
+            outcome = measure(router, router, *flags, prompts=["x", "y"])
+            return outcome, drafting
+
+    def test_acceptance_is_that_of_the_drafting_model_and_nothing_was_restarted(self):
+        outcome, drafting = self.routed(Speculation(3, (3, 2, 1)))
+        self.assertEqual(outcome.code, 0, outcome.err)
+        found = set().union(*(findings(record) for record in outcome.records))
+        self.assertFalse(
+            {"same-server", "counter-reset", "foreign-traffic", "not-drafting"} & found
+        )
+        warm_up, *measured = drafting.given
+        acceptance = outcome.endpoint("speculative")["acceptance"]
+        for name in ("steps", "drafted", "accepted"):
+            self.assertEqual(acceptance[name], sum(getattr(c, name) for c in measured), name)
+
+    def test_a_model_that_does_not_draft_did_not_run(self):
+        outcome, _ = self.routed(None)
+        comparison = outcome.comparison()
+        self.assertEqual(
+            (comparison["verdict"], comparison["verdict_withheld"]), (None, "did-not-run")
+        )
+
+    def test_one_model_of_a_router_twice_is_one_server(self):
+        outcome, _ = self.routed(None, "plain", "plain")
+        self.assertIn("same-server", findings(outcome.comparison()))
+
+    def test_the_file_of_a_routers_model_is_told_by_its_own_arguments(self):
+        outcome, _ = self.routed(Speculation(3, (3, 2, 1)))
+        self.assertIn("plain-Q4.gguf", outcome.err)
+        self.assertIn("mtp-Q4.gguf", outcome.err)
+
+
+class KnownBeforeTheFirstMeasuredRequest(unittest.TestCase):
+    """What speaks against the comparison is said while nothing is lost yet."""
+
+    def said_early(self, baseline, candidate):
+        """What was on stderr when the measured requests began."""
+        early = []
+        real = ms.execute
+
+        def execute(*args, **options):
+            early.append(ms.sys.stderr.getvalue())
+            return real(*args, **options)
+
+        with mock.patch.object(ms, "execute", execute):
+            outcome = measure(baseline, candidate, "--warmup", "1", prompts=["x", "y"])
+        self.assertEqual(len(early), 1, outcome.err)
+        return early[0], outcome
+
+    def two(self, engine, one, other):
+        with FakeServer(engine, **one) as a, FakeServer(engine, **other) as b:
+            return self.said_early(a, b)
+
+    def test_another_file_of_the_model_is_named_with_both_names(self):
+        for key, page in (
+            ("/props", {"build_info": "b1", "model_path": "/m/%s.gguf"}),
+            ("/v1/models", {"data": [{"id": "m", "root": "org/%s"}]}),
+            ("/v1/models", {"data": [{"id": "m", "root": "C:\\m\\%s/"}]}),
+        ):
+            pages = [
+                {key: ms.loads(ms.json.dumps(page).replace("%s", name))} for name in ("F32", "Q4")
+            ]
+            with self.subTest(page):
+                early, outcome = self.two("llama.cpp", *({"pages": p} for p in pages))
+                for words in ("F32", "Q4"):
+                    self.assertIn(words, early)
+                self.assertNotIn("/m/", early)
+                self.assertIn("model-differs", findings(outcome.comparison()))
+
+    def test_other_parameters_sizes_and_quantizations_are_named(self):
+        for one, other in (
+            ({"n_params": 8_000_000_000}, {"n_params": 4_000_000_000}),
+            ({"size": 5_000_000_001}, {"size": 9_000_000_001}),
+            ({"ftype": "Q4_1"}, {"ftype": "F32"}),
+        ):
+            pages = [{"/v1/models": {"data": [{"id": "m", "meta": m}]}} for m in (one, other)]
+            with self.subTest(one):
+                early, _ = self.two("llama.cpp", *({"pages": page} for page in pages))
+                for value in (*one.values(), *other.values()):
+                    self.assertIn(str(value), early)
+
+    def test_one_server_twice_is_said(self):
+        with FakeServer("vllm", words=4) as server:
+            early, _ = self.said_early(server, server)
+        self.assertIn("one server", early)
+
+    def test_swapped_addresses_are_asked_about(self):
+        for engine in ("vllm", "llama.cpp"):
+            with self.subTest(engine):
+                drafts = {"speculation": Speculation(2, (2, 1))}
+                self.assertIn("swapped?", self.two(engine, drafts, {})[0])
+                for other in ({}, drafts):
+                    self.assertNotIn("swapped", self.two(engine, {}, drafts)[0])
+
+    def test_two_servers_of_one_model_give_nothing_to_say(self):
+        for engine in ("vllm", "llama.cpp", "sglang", "plain"):
+            with self.subTest(engine):
+                self.assertEqual(self.two(engine, {}, {})[0], "")
+
 
 class BareServers(unittest.TestCase):
     def test_a_server_without_any_side_page_is_measured(self):
@@ -407,7 +601,15 @@ class FaultyPages(FaultyServers):
             ):
                 outcome = measure(server, None, prompts=["a"])
                 self.assertEqual((outcome.code, server.chats), (2, []))
-                self.check_line(outcome.err, server, ("--model",))
+                words = ("no OpenAI-compatible server", "port", "--model")
+                self.check_line(outcome.err, server, words)
+
+    def test_a_server_that_lists_no_model_is_told_from_one_without_a_list(self):
+        with FakeServer("plain", pages={"/v1/models": {"data": []}}) as server:
+            outcome = measure(server, None, prompts=["a"])
+        self.assertEqual(outcome.code, 2)
+        self.assertNotIn("OpenAI", outcome.err)
+        self.check_line(outcome.err, server, ("lists no models", "--model"))
 
     def test_a_closed_port_is_said(self):
         with socket.socket() as free:

@@ -1,6 +1,7 @@
 """The plan and the loop that carries it out: order, warm-up, what is read around the blocks."""
 
 import contextlib
+import functools
 import itertools
 import json
 import unittest
@@ -181,6 +182,94 @@ class PlanUnderLoad(unittest.TestCase):
                 outcome = measure(a, None, *flags, prompts=PROMPTS)
             self.assertEqual([r["repeats"] for r in outcome.records], repeats)
             self.assertEqual([r["requests"] for r in outcome.records], [4 * n for n in repeats])
+
+
+class ServersThatOnlyFail(unittest.TestCase):
+    """They cost one whole wait or two time-outs, then little; in modelled time."""
+
+    def setUp(self):
+        self.now = 0.0
+        patience = functools.partial(ms.Patience, sleep=self.sleep, clock=lambda: self.now)
+        patch = mock.patch.object(ms, "Patience", patience)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def dead(self, fault, *flags, arms=1, **options):
+        """Measure the 12 built-in prompts on servers that always answer so."""
+        options = {"faults": [fault], "repeat_fault": True, **options}
+        with FakeServer("plain", **options) as a, FakeServer("plain", **options) as b:
+            return measure(a, b if arms > 1 else None, *flags)
+
+    def test_503_and_429_for_ever_end_within_150_s_and_what_was_tried_is_kept(self):
+        for fault in ("503", "429", "503-retry-after"):
+            for arms in (1, 2):
+                with self.subTest(fault, arms=arms):
+                    self.now = 0.0
+                    outcome = self.dead(fault, arms=arms, retry_after_s=20)
+                    self.assertLessEqual(self.now, 150)
+                    self.assertGreaterEqual(self.now, 40)
+                    self.assertEqual(outcome.code, 1, outcome.err)
+                    record = outcome.endpoint()
+                    self.assertEqual((record["completed"], record["interrupted"]), (0, True))
+                    self.assertEqual(record["failed"], 9)  # and the warm-up
+                    self.assertIn("10 requests in a row failed", outcome.err)
+
+    def hanging(self, answers=()):
+        real, limits = ms.complete, []
+
+        def complete(endpoint, messages):
+            limits.append(endpoint.timeout_s)
+            if len(limits) in answers:
+                return real(endpoint, messages)
+            self.now += endpoint.timeout_s
+            raise ms.RequestFailed(f"no answer within {endpoint.timeout_s:g} s")
+
+        with mock.patch.object(ms, "complete", complete):
+            return self.dead(None, "--timeout", "10"), limits
+
+    def test_a_server_that_hangs_ends_within_the_warm_up_one_request_and_10_s(self):
+        outcome, limits = self.hanging()
+        self.assertEqual((outcome.code, limits), (1, [10.0] * 2 + [1.0] * 8))
+        self.assertLessEqual(self.now, (1 + 1) * 10 + 10)
+
+    def test_a_server_that_answers_again_has_its_whole_limit_again(self):
+        outcome, limits = self.hanging(answers=(4, 7, 8, 9, 10, 11, 12, 13))
+        self.assertEqual(limits, [10.0, 10.0, 1.0, 1.0, 10.0, 10.0, 1.0] + [10.0] * 6)
+        self.assertEqual((outcome.code, outcome.endpoint()["completed"]), (0, 8))
+
+    def test_a_server_that_gets_ready_within_a_minute_is_waited_for_each_time(self):
+        with FakeServer("plain", faults=["503", "503", None] * 4, words=3) as server:
+            outcome = measure(server, None, prompts=["a", "b", "c"])
+        self.assertEqual((outcome.code, outcome.endpoint()["completed"]), (0, 3))
+
+    def test_ten_failures_of_any_kind_end_it_under_load_too_and_no_level_follows(self):
+        for fault in ("500", "no-finish", "error-in-stream"):
+            with self.subTest(fault):
+                outcome = self.dead(fault, "--concurrency", "2,4")
+                self.assertEqual(outcome.code, 1)
+                self.assertEqual([r["concurrency"] for r in outcome.records], [2])
+                self.assertLessEqual(outcome.endpoint()["failed"], 12)
+
+    def test_the_other_arm_keeps_what_it_completed(self):
+        dying = [None] * 3 + ["500"]
+        with (
+            FakeServer("plain", words=3) as a,
+            FakeServer("plain", words=3, faults=dying, repeat_fault=True) as b,
+        ):
+            outcome = measure(a, b, "--save-run", "run.jsonl", "--repeats", "2")
+        self.assertEqual(outcome.code, 1, outcome.err)
+        self.assertEqual(outcome.endpoint("speculative")["completed"], 2)
+        self.assertGreaterEqual(outcome.endpoint()["completed"], 11)
+        self.assertEqual(outcome.endpoint("speculative")["failed"], 10)
+        self.assertIn("interrupted", [entry["finding"] for entry in outcome.comparison()["audit"]])
+
+    def test_nine_failures_in_a_row_end_nothing(self):
+        with FakeServer("plain", words=3, faults=[None] + ["500"] * 9) as server:
+            outcome = measure(server, None)
+        self.assertEqual((outcome.code, outcome.endpoint()["completed"]), (0, 3))
 
 
 class PlanCarriedOut(unittest.TestCase):
