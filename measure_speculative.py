@@ -740,7 +740,8 @@ def notes_on_lines(path: str, prompts: Sequence[Prompt]) -> Iterator[str]:
         return
     if sum(map(ends_a_sentence, texts)) * 2 < len(texts):
         first = one_line(texts[0], TAIL_CHARACTERS)
-        yield f'each of the {len(texts)} lines of {path} is a prompt; the first is sent as "{first}"'
+        count = len(texts)
+        yield f'each of the {count} lines of {path} is a prompt; the first is sent as "{first}"'
 
 
 def ends_a_sentence(text: str) -> bool:
@@ -1926,7 +1927,7 @@ def _host_and_port(url: str) -> tuple[Optional[str], int]:
 
 
 class Placeholder(str):
-    """A key that is no secret, since it stands in the model's name: it is sent, and may be shown."""
+    """A key that is no secret, since it stands in the model's name: it is sent and may be shown."""
 
 
 def redacted(text: str, key: str, least: int = 1) -> str:
@@ -2146,12 +2147,16 @@ class Patience:
 
     def limit_s(self, usual_s: float) -> float:
         """Of the next request: a server that let two in a row time out has a tenth of it."""
-        return usual_s / 10 if self.timeouts >= 2 else usual_s
+        if self.timeouts < 2:
+            return usual_s
+        return usual_s / 10
 
     def note_failure(self, took_s: float, limit_s: float) -> None:
         """Take in that a request failed, so many seconds after it was sent."""
         self.failures += 1
-        self.timeouts = self.timeouts + 1 if took_s >= limit_s else 0
+        self.timeouts += 1
+        if took_s < limit_s:
+            self.timeouts = 0
 
     def note_answer(self) -> None:
         """Take in that a request was answered."""
@@ -2764,7 +2769,7 @@ class Snapshot:
         return sum(values) if values else None
 
     def in_hand(self) -> float:
-        """Requests that the server works on or keeps waiting, where its gauges are of this moment."""
+        """Requests that run or wait, where the gauges are of this moment."""
         return self.total(known_to(ENGINES).live_gauges) or 0.0
 
     def running(self) -> Optional[float]:
@@ -3281,7 +3286,9 @@ def contradicts_chain(answer: Acceptance, k: int) -> bool:
 
     Its end may cut its last drafts to k - 1, k - 2, ..., 0, and take the place of a target step.
     """
-    steps = target_steps(answer) if answer.steps is None else answer.steps
+    steps = answer.steps
+    if steps is None:
+        steps = target_steps(answer)
     if steps is None or answer.drafted is None:
         return False
     return not k * (steps - max(1, k / 2)) <= answer.drafted <= k * (steps + 1)
@@ -3560,7 +3567,9 @@ def chosen_model(arm: ArmSettings, listing: Listing, endpoint: Endpoint) -> str:
 
 def marked(key: str, model: Optional[str]) -> str:
     """The key, as a placeholder where it is a part of the model's name."""
-    return Placeholder(key) if is_part(key, model) else key
+    if is_part(key, model):
+        return Placeholder(key)
+    return key
 
 
 def is_part(key: str, model: Optional[str]) -> bool:
@@ -3610,12 +3619,14 @@ def about_of(endpoint: Endpoint, identity: Identity, entry: JSON) -> About:
     if cache_tokens is None and context and slots:
         cache_tokens = context * slots
     tensor_parallel = as_count(told.get("tp_size") or arguments.get("tp_size"))
-    root = entry.get("root")
-    about = {
+    model = {
         "model_file": model_file(told, as_dict(entry.get("status")).get("args")),
         "model_bytes": as_count(meta.get("size")),
         "parameters": as_count(meta.get("n_params")),
-        "root": last_part(root) if isinstance(root, str) else None,
+        "root": last_part(entry.get("root")),
+    }
+    about = {
+        **model,
         "context": context,
         "quantization": quantization,
         "cache_tokens": cache_tokens,
@@ -3632,18 +3643,19 @@ def model_file(told: JSON, arguments: object) -> Optional[str]:
 
     A router tells it among the arguments of each model's own server; its version page is its own.
     """
-    words = arguments if isinstance(arguments, list) else []
-    for flag, path in zip(words, words[1:]):
-        if flag in ("--model", "-m") and isinstance(path, str):
-            return last_part(path)
-    path = told.get("model_path")
-    if not isinstance(path, str) or told.get("role") == "router":
+    if isinstance(arguments, list):
+        for flag, path in zip(arguments, arguments[1:]):
+            if flag in ("--model", "-m"):
+                return last_part(path)
+    if told.get("role") == "router":
         return None
-    return last_part(path)
+    return last_part(told.get("model_path"))
 
 
-def last_part(path: str) -> Optional[str]:
+def last_part(path: object) -> Optional[str]:
     """The last part of a path, of Windows too; None where there is none."""
+    if not isinstance(path, str):
+        return None
     return re.split(r"[/\\\\]", path.rstrip("/\\"))[-1] or None
 
 
@@ -5151,9 +5163,9 @@ def why_of(baseline: Arm, candidate: Arm) -> Why:
     per_step = ratio_of(acceptance.drafted, target_steps(acceptance))
     fixed = fixed_chain(acceptance)
     applies, needed = bar_of(fixed, cost)
-    draft_cost = ratio_of(None if cost is None else cost - 1, per_step)
-    if draft_cost is not None and draft_cost < 0:
-        draft_cost = None  # below what can be measured
+    draft_cost = None  # also where it is below what can be measured
+    if cost is not None and cost >= 1:
+        draft_cost = ratio_of(cost - 1, per_step)
     return Why(
         applies=applies,
         alpha=record["alpha"],
@@ -6857,7 +6869,9 @@ class Settings:
         """Rounds over the prompts; under load each is one pair of blocks, which are the sample."""
         if self.repeats is not None:
             return self.repeats
-        return 1 if level == 1 else REPEATS_UNDER_LOAD
+        if level == 1:
+            return 1
+        return REPEATS_UNDER_LOAD
 
 
 @dataclass(frozen=True)
@@ -8520,9 +8534,10 @@ def coin(*parts: object) -> float:
 
 def other_spelling(word: str) -> str:
     """A word of the same length that differs in its last byte."""
-    if word[-1] == "x":
-        return word[:-1] + "y"
-    return word[:-1] + "x"
+    last = "x"
+    if word.endswith(last):
+        last = "y"
+    return word[:-1] + last
 
 
 @dataclass(frozen=True)
@@ -8536,11 +8551,11 @@ class Reference:
     prefill_s: float = 0.02
     seed: int = 0
     # (word in the prompt, token index) where this server, if it drafts, changes one byte
-    planted: Optional[tuple[str, int]] = None
+    planted: tuple[str, int] = ("", -1)
     planted_gap_nats: float = 0.1  # what the log probabilities say of the planted alternative
     flip: float = 0.0  # share of tokens that come out otherwise at random
     # tokens of a step that cost no more than one; beyond, its time grows with them
-    capacity: Optional[float] = None
+    capacity: float = 1e9
 
     def target_token(self, prompt: str, n: int) -> str:
         """The target's greedy choice for token n."""
@@ -8558,31 +8573,26 @@ class Reference:
         n = 1
         while n < length:
             drafted = min(self.chain, length - n - 1)
-            tokens: list[str] = []
-            while len(tokens) < drafted:
-                draft = self.draft_token(prompt, n + len(tokens))
-                if draft != self.target_token(prompt, n + len(tokens)):
+            tokens = [self.target_token(prompt, n)]
+            # a draft that is what the target says lets it say one token more
+            for place in range(n, n + drafted):
+                if self.draft_token(prompt, place) != tokens[-1]:
                     break
-                tokens.append(draft)
-            accepted = len(tokens)
-            tokens.append(self.target_token(prompt, n + accepted))
-            yield tokens, drafted, accepted
+                tokens.append(self.target_token(prompt, place + 1))
+            yield tokens, drafted, len(tokens) - 1
             n += len(tokens)
 
     def spoken(self, prompt: str, n: int, word: str) -> str:
         """The token as this server says it: planted and random changes included."""
-        where, at = self.planted or ("", -1)
-        if self.chain and n == at and where in prompt:
-            return other_spelling(word)
-        if self.flip and coin("flip", time.perf_counter_ns()) < self.flip:
+        where, at = self.planted
+        is_planted = self.chain and n == at and where in prompt
+        if is_planted or coin("flip", time.perf_counter_ns()) < self.flip:
             return other_spelling(word)
         return word
 
     def step_cost_s(self, drafted: int, active: int) -> float:
         """The time of one step with so many drafts, while so many requests are `active`."""
-        load = 1.0
-        if self.capacity:
-            load = max(1.0, active * (drafted + 1) / self.capacity)
+        load = max(1.0, active * (drafted + 1) / self.capacity)
         return self.step_s * (load + drafted * self.draft_cost)
 
 
@@ -8616,6 +8626,11 @@ class Served:
             self.positions[place] += 1
 
 
+def total(log: Sequence[Served], count: str) -> int:
+    """The sum of one of the counts of `Served` over all requests."""
+    return sum(getattr(served, count) for served in log)
+
+
 class ReferenceEngine:
     """A reference server without its HTTP: what it says, when, and what it has done so far."""
 
@@ -8625,27 +8640,24 @@ class ReferenceEngine:
         self.active = 0
         self.log: list[Served] = []
 
-    def generate(
-        self, prompt: str, length: int, started: float, emit: Callable[[list[str]], None]
-    ) -> None:
-        """Produce `length` tokens at their modelled times, counted from `started` of the clock.
+    def generate(self, prompt: str, length: int, started: float) -> Iterator[list[str]]:
+        """The tokens of each step, `length` in all, at their modelled times from `started` on.
 
         Waits end at absolute deadlines, so errors do not add up.
         """
-        config, place_count = self.config, max(self.config.chain, 1)
-        served = Served(prompt, length, config.prefill_s, [0] * place_count)
+        config = self.config
+        served = Served(prompt, length, config.prefill_s, [0] * config.chain)
         with self.lock:
             self.active += 1
         try:
             due, n = started + config.prefill_s, 1
             time.sleep(max(0.0, due - time.perf_counter()))
-            emit([config.spoken(prompt, 0, config.target_token(prompt, 0))])
+            yield [config.spoken(prompt, 0, config.target_token(prompt, 0))]
             for tokens, drafted, accepted in config.steps(prompt, length):
-                with self.lock:
-                    cost_s = config.step_cost_s(drafted, self.active)
+                cost_s = config.step_cost_s(drafted, self.active)
                 due += cost_s
                 time.sleep(max(0.0, due - time.perf_counter()))
-                emit([config.spoken(prompt, n + i, token) for i, token in enumerate(tokens)])
+                yield [config.spoken(prompt, at, token) for at, token in enumerate(tokens, n)]
                 n += len(tokens)
                 served.book(drafted, accepted, cost_s)
         finally:
@@ -8653,17 +8665,10 @@ class ReferenceEngine:
                 self.active -= 1
                 self.log.append(served)
 
-    def stream(
-        self, prompt: str, length: int, started: float, write: Callable[[bytes], object]
-    ) -> None:
-        """Write the events of a streamed answer, each chunk with its count of tokens."""
+    def events(self, prompt: str, length: int, started: float) -> Iterator[str]:
+        """The events of a streamed answer, each chunk with its count of tokens."""
         left = length
-
-        def event(value: object) -> None:
-            write(b"data: " + json.dumps(value).encode() + b"\n\n")
-
-        def emit(tokens: list[str]) -> None:
-            nonlocal left
+        for tokens in self.generate(prompt, length, started):
             left -= len(tokens)
             choice = {
                 "index": 0,
@@ -8671,17 +8676,14 @@ class ReferenceEngine:
                 "token_ids": [0] * len(tokens),
                 "finish_reason": None if left else "length",
             }
-            event({"choices": [choice]})
-
-        self.generate(prompt, length, started, emit)
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
         usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": length}
-        event({"choices": [], "usage": usage})
-        write(b"data: [DONE]\n\n")
+        yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+        yield "data: [DONE]\n\n"
 
     def plain_answer(self, prompt: str, length: int, started: float, with_logprobs: bool) -> str:
         """A whole answer as JSON, with log probabilities of every token where asked for."""
-        tokens: list[str] = []
-        self.generate(prompt, length, started, tokens.extend)
+        tokens = list(itertools.chain(*self.generate(prompt, length, started)))
         message = {"role": "assistant", "content": "".join(tokens)}
         choice: JSON = {"index": 0, "finish_reason": "length", "message": message}
         if with_logprobs:
@@ -8691,43 +8693,54 @@ class ReferenceEngine:
 
     def spellings(self, token: str) -> JSON:
         """The log probabilities of a token and of its other spelling, the planted gap below it."""
-
-        def entry(word: str, logprob: float) -> dict[str, object]:
-            return {"token": word, "bytes": list(word.encode()), "logprob": logprob}
-
-        said = entry(token, -0.1)
-        other = entry(other_spelling(token), -0.1 - self.config.planted_gap_nats)
-        return {**said, "top_logprobs": [said, other]}
+        top: list[JSON] = []
+        for word in (token, other_spelling(token)):
+            logprob = -0.1 - len(top) * self.config.planted_gap_nats
+            top.append({"token": word, "bytes": list(word.encode()), "logprob": logprob})
+        return {**top[0], "top_logprobs": top}
 
     def metrics_page(self) -> str:
-        """Counters under vLLM's names."""
-        with self.lock:
-            active, log = self.active, list(self.log)
-        page = ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running {active}"]
-
-        def add(name: str, values: Sequence[int]) -> None:
-            page.append(f"# TYPE vllm:{name}_total counter")
-            page.append(f"vllm:{name}_total {sum(values)}")
-
-        add("generation_tokens", [served.tokens for served in log])
+        """Counters under vLLM's names; those of drafts where the server drafts."""
+        log = list(self.log)
+        page = PLAIN_METRICS.format(running=self.active, tokens=total(log, "tokens"))
         if self.config.chain:
-            add("spec_decode_num_draft_tokens", [served.drafted for served in log])
-            add("spec_decode_num_accepted_tokens", [served.accepted for served in log])
-            add("spec_decode_num_drafts", [served.steps for served in log])
-            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-            page.append(f"# TYPE {name} counter")
-            for place in range(self.config.chain):
-                count = sum(served.positions[place] for served in log)
-                page.append(f'{name}{{position="{place}"}} {count}')
-        return "\n".join(page) + "\n"
+            page += DRAFT_METRICS.format(
+                drafted=total(log, "drafted"),
+                accepted=total(log, "accepted"),
+                steps=total(log, "steps"),
+            )
+        for place in range(self.config.chain):
+            count = sum(served.positions[place] for served in log)
+            page += PLACE_METRICS.format(place=place, accepted=count)
+        return page
 
     def truth_page(self) -> str:
         """The whole log, as JSON: a list with an object for each request."""
-        with self.lock:
-            return json.dumps([asdict(served) for served in self.log])
+        return json.dumps([asdict(served) for served in self.log])
 
 
 REFERENCE_MODELS = '{"object": "list", "data": [{"id": "reference", "owned_by": "reference"}]}'
+
+PLAIN_METRICS = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running {running}
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total {tokens}
+"""
+
+DRAFT_METRICS = """\
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total {drafted}
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total {accepted}
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total {steps}
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+"""
+
+PLACE_METRICS = """\
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {accepted}
+"""
 
 
 def reference_handler(engine: ReferenceEngine) -> type:
@@ -8742,22 +8755,22 @@ def reference_handler(engine: ReferenceEngine) -> type:
         def log_message(self, *args: object) -> None:
             """Say nothing."""
 
-        def reply(self, body: str, kind: str = "application/json") -> None:
-            """One whole answer."""
+        def reply(self, kind: str, parts: Iterable[str]) -> None:
+            """One answer, which ends where the connection does."""
             self.send_response(200)
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))  # it is all ASCII
             self.end_headers()
-            self.wfile.write(body.encode())
+            for part in parts:
+                self.wfile.write(part.encode())
 
         def do_GET(self) -> None:
             """Models, metrics and truth."""
             if self.path == "/v1/models":
-                self.reply(REFERENCE_MODELS)
+                self.reply("application/json", [REFERENCE_MODELS])
             elif self.path == "/metrics":
-                self.reply(engine.metrics_page(), "text/plain; version=0.0.4")
+                self.reply("text/plain; version=0.0.4", [engine.metrics_page()])
             elif self.path == "/truth":
-                self.reply(engine.truth_page())
+                self.reply("application/json", [engine.truth_page()])
             else:
                 self.send_error(404)
 
@@ -8766,13 +8779,11 @@ def reference_handler(engine: ReferenceEngine) -> type:
             started = time.perf_counter()
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             prompt, length = body["messages"][-1]["content"], body["max_tokens"]
-            if not body.get("stream"):
-                self.reply(engine.plain_answer(prompt, length, started, "logprobs" in body))
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            engine.stream(prompt, length, started, self.wfile.write)
+            if body.get("stream"):
+                self.reply("text/event-stream", engine.events(prompt, length, started))
+            else:
+                answer = engine.plain_answer(prompt, length, started, "logprobs" in body)
+                self.reply("application/json", [answer])
 
     return Handler
 
@@ -8784,13 +8795,12 @@ def serve_reference(config: Reference) -> int:
     # Ctrl-C is the parent's to handle, also where there are no sessions
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     http.server.ThreadingHTTPServer.request_queue_size = 128
-    handler = reference_handler(ReferenceEngine(config))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    engine = ReferenceEngine(config)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), reference_handler(engine))
     server.handle_error = lambda *args: None  # type: ignore[method-assign]  # clients may leave
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with contextlib.suppress(OSError):  # a parent that is gone has ended our standard input too
-        sys.stdout.write(f"{server.server_address[1]}\n")
-        sys.stdout.flush()
+        print(server.server_port, flush=True)
     sys.stdin.read()
     os._exit(0)  # requests in flight do not hold the process
 
@@ -8805,11 +8815,10 @@ def reference_server(config: Reference) -> Iterator[str]:
     command = [sys.executable, program, "reference-server", json.dumps(asdict(config))]
     # a session of its own: Ctrl-C reaches this process alone, which then closes the server's
     # standard input
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdin and process.stdout
-    try:
+    ) as process:
+        assert process.stdout
         port = process.stdout.readline().strip()
         if not port:
             raise MeasureError(
@@ -8817,23 +8826,14 @@ def reference_server(config: Reference) -> Iterator[str]:
                 "user may read"
             )
         yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        process.stdout.close()
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def cpu_share(seconds: float = 0.25) -> float:
     """The share of a processor that this process gets if it asks for all: 1 on an idle machine."""
-    wall, used = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - wall < seconds:
+    started, used = time.perf_counter(), time.thread_time()
+    while (wall := time.perf_counter() - started) < seconds:
         pass
-    return (time.thread_time() - used) / (time.perf_counter() - wall)
+    return (time.thread_time() - used) / wall
 
 
 @dataclass(frozen=True)
@@ -8857,9 +8857,9 @@ class Truth:
 
 def reference_truth(log: Sequence[Served]) -> Truth:
     """What a server's own log says, which must not be empty."""
-    tokens = sum(served.tokens for served in log)
-    steps = sum(served.steps for served in log)
-    all_steps = steps + sum(served.plain_steps for served in log)
+    tokens = total(log, "tokens")
+    steps = total(log, "steps")
+    all_steps = steps + total(log, "plain_steps")
     decode_s = math.fsum(served.decode_s for served in log)
     prefill_s = math.fsum(served.prefill_s for served in log)
     decoded = tokens - len(log)  # the first token of an answer comes from the prompt pass
@@ -8867,10 +8867,10 @@ def reference_truth(log: Sequence[Served]) -> Truth:
     return Truth(
         tokens=tokens,
         steps=steps,
-        drafted=sum(served.drafted for served in log),
-        accepted=sum(served.accepted for served in log),
-        rejected=sum(served.rejected for served in log),
-        positions=tuple(sum(column) for column in positions),
+        drafted=total(log, "drafted"),
+        accepted=total(log, "accepted"),
+        rejected=total(log, "rejected"),
+        positions=tuple(map(sum, positions)),
         decode_s=decode_s,
         tokens_per_s=tokens / (decode_s + prefill_s),
         decode_tokens_per_s=decoded / decode_s,
@@ -8881,43 +8881,38 @@ def reference_truth(log: Sequence[Served]) -> Truth:
     )
 
 
-def reference_settings(baseline_url: str, speculative_url: str, length: int) -> Settings:
-    """How `calibrate` measures a reference pair: the built-in prompts, `length` tokens each."""
-    return Settings(
-        arms=(
-            ArmSettings("baseline", baseline_url),
-            ArmSettings("speculative", speculative_url),
-        ),
-        prompts=tuple(built_in_prompts()),
-        max_tokens=length,
-        key_variable="MEASURE_SPECULATIVE_NO_KEY",
-        simulated=True,
-    )
+REFERENCE_ARMS = ("baseline", "speculative")
 
 
 def measure_reference(
     plain: Reference, drafting: Reference, length: int
-) -> tuple[Measured, list[list[Served]]]:
-    """The whole measurement against a reference pair, and what each server logged of it.
+) -> tuple[Measured, list[Truth]]:
+    """Measure a reference pair, the built-in prompts with `length` tokens each; then the truth.
 
     KeyboardInterrupt where it was interrupted.
     """
-    with reference_server(plain) as baseline_url, reference_server(drafting) as speculative_url:
-        settings = reference_settings(baseline_url, speculative_url, length)
+    with reference_server(plain) as plain_url, reference_server(drafting) as drafting_url:
+        settings = Settings(
+            arms=tuple(map(ArmSettings, REFERENCE_ARMS, (plain_url, drafting_url))),
+            prompts=tuple(built_in_prompts()),
+            max_tokens=length,
+            key_variable="MEASURE_SPECULATIVE_NO_KEY",
+            simulated=True,
+        )
         servers = [preflight(arm, settings, say_on_stderr) for arm in settings.arms]
         recorder = Recorder(say_on_stderr, show=sys.stderr.isatty())
         judging = Judging("calibrate", 0.0)
         (measured,) = measure_levels(settings, servers, recorder, judging)
         if measured.interrupted:
             raise KeyboardInterrupt
-        return measured, [measured_requests(server.endpoint, settings) for server in servers]
+        return measured, [truth_told(server.endpoint, settings) for server in servers]
 
 
-def measured_requests(endpoint: Endpoint, settings: Settings) -> list[Served]:
-    """A reference server's log without warm-up and triage."""
+def truth_told(endpoint: Endpoint, settings: Settings) -> Truth:
+    """What a reference server's log says of the measurement, without warm-up and triage."""
     page, _ = get_text(endpoint.root + "/truth")
     log = [Served(**entry) for entry in loads(page)]
-    return log[settings.warmup : settings.warmup + len(settings.prompts)]
+    return reference_truth(log[settings.warmup : settings.warmup + len(settings.prompts)])
 
 
 @dataclass(frozen=True)
@@ -8930,21 +8925,14 @@ class Calibrated:
     quantity: str
     true: object  # a number, a list of numbers or a word
     measured: object
-    error: Optional[float]
-    unit: str
-    within: bool
+    error: Optional[float] = None
+    unit: str = "exact"
+    within: bool = False
 
 
 def exactly(quantity: str, true: object, measured: object) -> Calibrated:
     """A quantity in which no error is allowed."""
-    return Calibrated(
-        quantity=quantity,
-        true=true,
-        measured=measured,
-        error=None,
-        unit="exact",
-        within=measured == true,
-    )
+    return Calibrated(quantity, true, measured, within=measured == true)
 
 
 def within(
@@ -8955,7 +8943,7 @@ def within(
     if measured is not None:
         error = measured - true
         if unit == "%":
-            error = 100 * (measured / true - 1)
+            error *= 100 / true
     return Calibrated(
         quantity=quantity,
         true=true,
@@ -8970,113 +8958,109 @@ def calibration_rows(
     measured: Measured, truth: Sequence[Truth], drafting: Reference
 ) -> list[Calibrated]:
     """Each quantity that a measurement tells; the truth is that of baseline and candidate."""
-    plain, drafted = truth
     result = measured.result
-    rows = list(calibrated_speeds(result, plain, drafted))
-    rows += calibrated_counts(result, drafted)
-    rows += calibrated_costs(result, drafted, drafting)
-    rows += calibrated_client(measured, plain, drafted)
+    rows = list(calibrated_speeds(result, truth))
+    rows += calibrated_drafts(result, truth[1], drafting)
+    rows += calibrated_client(measured, truth)
     rows += calibrated_text(result, drafting)
     return rows
 
 
-def calibrated_speeds(result: Result, plain: Truth, drafted: Truth) -> Iterator[Calibrated]:
-    """Rates, and the ratio as the mean of the prompts' log ratios."""
-    arms = list(zip(("baseline", "speculative"), (plain, drafted), result.endpoints))
+def calibrated_speeds(result: Result, truth: Sequence[Truth]) -> Iterator[Calibrated]:
+    """Rates, and the ratio as the geometric mean of the prompts' ratios."""
+    arms = list(zip(REFERENCE_ARMS, truth, result.endpoints))
     for name, true, told in arms:
         seen = told["output_tokens_per_s"]
         yield within(1.0, "%", f"{name} tokens/s", true.tokens_per_s, seen)
-    logs = [math.log(plain.request_s[p] / drafted.request_s[p]) for p in plain.request_s]
-    ratio = math.exp(math.fsum(logs) / len(logs))
+    plain_s, drafted_s = (true.request_s for true in truth)
+    ratios = [plain_s[prompt] / drafted_s[prompt] for prompt in plain_s]
+    ratio = math.prod(ratios) ** (1 / len(ratios))
     yield within(0.5, "%", "ratio", ratio, ratio_in(result.comparisons[0]))
     for name, true, told in arms:
         seen = told["decode_tokens_per_s"]
         yield within(0.5, "%", f"{name} decode tokens/s", true.decode_tokens_per_s, seen)
 
 
-def calibrated_counts(result: Result, drafted: Truth) -> Iterator[Calibrated]:
-    """What the counters tell of drafts and steps."""
+def calibrated_drafts(result: Result, true: Truth, drafting: Reference) -> Iterator[Calibrated]:
+    """What the counters tell of drafts and steps, and what those cost in steps of the target."""
     told = as_dict(result.endpoints[1]["acceptance"])
-    yield exactly("verification steps", drafted.steps, told.get("steps"))
-    yield exactly("tokens drafted", drafted.drafted, told.get("drafted"))
-    yield exactly("tokens accepted", drafted.accepted, told.get("accepted"))
-    yield exactly("acceptance rate", drafted.accepted / drafted.drafted, told.get("rate"))
-    alpha = drafted.accepted / (drafted.accepted + drafted.rejected)
+    yield exactly("verification steps", true.steps, told.get("steps"))
+    yield exactly("tokens drafted", true.drafted, told.get("drafted"))
+    yield exactly("tokens accepted", true.accepted, told.get("accepted"))
+    yield exactly("acceptance rate", true.accepted / true.drafted, told.get("rate"))
+    alpha = true.accepted / (true.accepted + true.rejected)
     yield within(0.02, "absolute", "alpha", alpha, told.get("alpha"))
-    positions = [count / drafted.steps for count in drafted.positions]
+    positions = [count / true.steps for count in true.positions]
     yield exactly("accepted per position", positions, told.get("per_position"))
-    seen = told.get("tokens_per_target_step")
-    yield exactly("tokens per step", drafted.tokens_per_step, seen)
-
-
-def calibrated_costs(result: Result, drafted: Truth, drafting: Reference) -> Iterator[Calibrated]:
-    """What a step and a draft cost, in steps of the target alone."""
-    told = result.comparisons[0]["break_even"]
-    cost = drafted.step_s / drafting.step_s
-    yield within(1.0, "%", "step cost, target steps", cost, told["step_cost"])
+    yield exactly("tokens per step", true.tokens_per_step, told.get("tokens_per_target_step"))
+    costs = result.comparisons[0]["break_even"]
+    cost = true.step_s / drafting.step_s
+    yield within(1.0, "%", "step cost, target steps", cost, costs["step_cost"])
     cost = drafting.draft_cost
-    yield within(0.02, "absolute", "draft cost, target steps", cost, told["draft_cost"])
+    yield within(0.02, "absolute", "draft cost, target steps", cost, costs["draft_cost"])
 
 
-def calibrated_client(measured: Measured, plain: Truth, drafted: Truth) -> Iterator[Calibrated]:
+def calibrated_client(measured: Measured, truth: Sequence[Truth]) -> Iterator[Calibrated]:
     """Times in ms that this program adds: before the first token, to a request, to a token."""
-    arms = zip(("baseline", "speculative"), (plain, drafted), measured.result.endpoints)
-    for name, true, told in arms:
+    late_s = 0.0
+    for name, true, told in zip(REFERENCE_ARMS, truth, measured.result.endpoints):
         seen_ms = 1000 * told["ttft_s"]["mean"] if told["ttft_s"] else None
         yield within(2.0, "ms", f"{name} time to first token, ms", 1000 * true.ttft_s, seen_ms)
-    answers = [list(run.answers.values()) for run in measured.runs]
-    late_s = [answer.latency_s for arm in answers for answer in arm]
-    for true in (plain, drafted):
-        late_s += [-seconds for seconds in true.request_s.values()]
-    late_ms = 1000 * math.fsum(late_s) / sum(map(len, answers))
+        late_s += told["wall_s"] - math.fsum(true.request_s.values())
+    late_ms = 1000 * late_s / sum(len(true.request_s) for true in truth)
     yield within(3.0, "ms", "client time per request, ms", 0.0, late_ms)
-    slow_s = math.fsum(answer.decode_s or 0.0 for answer in answers[0]) - plain.decode_s
-    slow_ms = 1000 * slow_s / plain.tokens
-    yield within(0.05, "ms", "client time per token, ms", 0.0, slow_ms)
+    answers = measured.runs[0].answers.values()
+    slow_s = math.fsum(answer.decode_s or 0.0 for answer in answers) - truth[0].decode_s
+    yield within(0.05, "ms", "client time per token, ms", 0.0, 1000 * slow_s / truth[0].tokens)
 
 
 def calibrated_text(result: Result, drafting: Reference) -> Iterator[Calibrated]:
     """The one planted difference: where it is, and what the log probabilities say of it."""
     spoken = built_in_prompts()[8].messages[0]["content"]
-    _, at = drafting.planted or ("", 0)
-    before = "".join(drafting.target_token(spoken, n) for n in range(at + 1))
+    before = [drafting.target_token(spoken, n) for n in range(drafting.planted[1] + 1)]
     found = result.comparisons[0]["text_comparison"]["divergences"]
-    seen = found[0]["first_difference_at_byte"] if len(found) == 1 else None
-    yield exactly("planted difference, byte", len(before) - 1, seen)
-    reason = as_dict(found[0]["triage"]).get("finding") if found else None
+    place = reason = None
+    if len(found) == 1:
+        place = found[0]["first_difference_at_byte"]
+    if found:
+        reason = as_dict(found[0]["triage"]).get("finding")
+    yield exactly("planted difference, byte", len("".join(before)) - 1, place)
     yield exactly("planted near tie", "near-tie", reason)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The errors of every quantity, and the share of a processor that was there for it (0 to 1)."""
+    """A measured reference pair, and how far it is from the truth."""
 
+    measured: Measured
     rows: Sequence[Calibrated]
-    cpu_share: float
+    cpu_share: float  # of a processor that was there for it, 0 to 1
 
     @property
-    def wrong(self) -> list[str]:
-        """The quantities that are out of tolerance."""
-        return [row.quantity for row in self.rows if not row.within]
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether other programs hold the processors."""
-        return self.cpu_share < 0.9
-
-    @property
-    def is_fit(self) -> bool:
-        """Whether this machine, now, can measure."""
-        return not self.wrong and not self.is_busy
+    def misfit(self) -> Optional[str]:
+        """Why this machine, now, is not fit to measure on; None where it is."""
+        if self.cpu_share < 0.9:
+            return (
+                "NOT FIT: other programs hold the processors (this one got "
+                f"{self.cpu_share:.0%} of one when it asked for all); measure again when the "
+                "machine is idle"
+            )
+        wrong = [row.quantity for row in self.rows if not row.within]
+        if wrong:
+            return (
+                f"OUT OF TOLERANCE: {', '.join(wrong)}; most likely the machine is busy: see what "
+                "else runs"
+            )
+        return None
 
     @property
     def good_to(self) -> float:
         """The largest error of a rate or ratio, in percent; no better than 0.05 is claimed."""
-        errors = [abs(row.error) for row in self.rows if row.unit == "%" and row.error is not None]
+        errors = [abs(row.error or 0.0) for row in self.rows if row.unit == "%"]
         return max([0.05, *errors])
 
 
-def calibrate(plain: Reference, drafting: Reference, length: int) -> tuple[Measured, Calibration]:
+def calibrate(plain: Reference, drafting: Reference, length: int) -> Calibration:
     """Measure a reference pair, and hold it against the truth.
 
     The processor's share is the smaller one of before and after.  MeasureError where a server ends
@@ -9084,24 +9068,21 @@ def calibrate(plain: Reference, drafting: Reference, length: int) -> tuple[Measu
     """
     share = cpu_share()
     try:
-        measured, logs = measure_reference(plain, drafting, length)
+        measured, truth = measure_reference(plain, drafting, length)
     except (RequestFailed, UsageError) as error:
         raise MeasureError(
             f"a reference server ended before its time ({error}); run calibrate again"
         ) from None
-    share = min(share, cpu_share())
-    rows = calibration_rows(measured, [reference_truth(log) for log in logs], drafting)
-    return measured, Calibration(rows, share)
+    rows = calibration_rows(measured, truth, drafting)
+    return Calibration(measured, rows, min(share, cpu_share()))
 
 
 def calibration_lines(rows: Sequence[Calibrated]) -> list[str]:
-    """The table of `calibrate`; what is out of tolerance has a mark."""
-    cells = []
-    for row in rows:
-        error = error_words(row)
-        if not row.within:
-            error += " !"
-        cells.append([row.quantity, value_words(row.true), value_words(row.measured), error])
+    """The table of `calibrate`."""
+    cells = [
+        (row.quantity, value_words(row.true), value_words(row.measured), error_words(row))
+        for row in rows
+    ]
     return [text_table(("Quantity", "True", "Measured", "Error"), cells)]
 
 
@@ -9120,13 +9101,16 @@ def value_words(value: object) -> str:
 
 
 def error_words(row: Calibrated) -> str:
-    """The error with its unit."""
+    """The error with its unit; what is out of tolerance has a mark."""
+    words = "unknown"
     if row.unit == "exact":
-        return "none" if row.within else "WRONG"
-    if row.error is None:
-        return "unknown"
-    unit = {"%": "%", "ms": " ms"}.get(row.unit, "")
-    return f"{round(row.error, 3) + 0.0:+.3f}{unit}"
+        words = "none" if row.within else "WRONG"
+    elif row.error is not None:
+        unit = {"%": "%", "ms": " ms"}.get(row.unit, "")
+        words = f"{round(row.error, 3) + 0.0:+.3f}{unit}"
+    if not row.within:
+        words += " !"
+    return words
 
 
 # ---- command line -------------------------------------------------------------------------------
@@ -9154,7 +9138,9 @@ def meant(word: str, names: Iterable[str]) -> str:
     import difflib
 
     like = difflib.get_close_matches(word, list(names), 1)
-    return f"; did you mean {like[0]}?" if like else ""
+    if not like:
+        return ""
+    return f"; did you mean {like[0]}?"
 
 
 def _parser(
@@ -10029,25 +10015,23 @@ def calibrate_command(argv: Sequence[str]) -> int:
     length = 192
     if args.step_ms > 6:  # about a second for the answer of a slow server
         length = max(16, int(1100 / args.step_ms))
-    plain = Reference(
-        alpha=args.alpha, chain=0, draft_cost=args.draft_cost, step_s=args.step_ms / 1000
-    )
+    step_s = args.step_ms / 1000
+    plain = Reference(alpha=args.alpha, chain=0, draft_cost=args.draft_cost, step_s=step_s)
     drafting = replace(plain, chain=args.chain, planted=("lighthouse", length // 2))
-    measured, calibration = calibrate(plain, drafting, length)
-    lines: list[str] = []
-    unkept, stopped = None, False
+    calibration = calibrate(plain, drafting, length)
+    kept = Step([])
     if args.labbook:
-        lines, unkept, stopped = append_or_show(args.labbook, measured.result.records())
-    if unkept:
-        say_on_stderr(unkept)
+        kept = append_or_show(args.labbook, calibration.measured.result.records())
+    if kept.trouble:
+        say_on_stderr(kept.trouble)
     print_lines(calibration_page(calibration, args.json))
-    if unkept:
-        print_lines(lines)
-        return INTERRUPTED if stopped else COULD_NOT_MEASURE
-    if calibration.is_fit:
-        return MEASURED
-    say_on_stderr(misfit_words(calibration))
-    return COULD_NOT_MEASURE
+    if kept.trouble:
+        print_lines(kept.lines)
+        return INTERRUPTED if kept.interrupted else COULD_NOT_MEASURE
+    if calibration.misfit:
+        say_on_stderr(calibration.misfit)
+        return COULD_NOT_MEASURE
+    return MEASURED
 
 
 def calibration_page(calibration: Calibration, as_json: bool) -> list[str]:
@@ -10056,28 +10040,13 @@ def calibration_page(calibration: Calibration, as_json: bool) -> list[str]:
         told = {
             "quantities": [asdict(row) for row in calibration.rows],
             "cpu_share": calibration.cpu_share,
-            "fit": calibration.is_fit,
+            "fit": calibration.misfit is None,
         }
         return [json.dumps(told)]
     lines = calibration_lines(calibration.rows)
-    if calibration.is_fit:
-        good_to = calibration.good_to
-        lines += ["", f"On this machine, now, ratios are good to {good_to:.1f}%."]
+    if not calibration.misfit:
+        lines += ["", f"On this machine, now, ratios are good to {calibration.good_to:.1f}%."]
     return lines
-
-
-def misfit_words(calibration: Calibration) -> str:
-    """Why this machine, now, is not fit to measure on."""
-    if calibration.is_busy:
-        return (
-            "NOT FIT: other programs hold the processors (this one got "
-            f"{calibration.cpu_share:.0%} of one when it asked for all); measure again when the "
-            "machine is idle"
-        )
-    return (
-        f"OUT OF TOLERANCE: {', '.join(calibration.wrong)}; most likely the machine is busy: see "
-        "what else runs"
-    )
 
 
 def reference_server_command(argv: Sequence[str]) -> int:
@@ -10088,8 +10057,7 @@ def reference_server_command(argv: Sequence[str]) -> int:
     config = as_dict(told)
     if config.keys() != Reference.__dataclass_fields__.keys():
         raise UsageError("reference-server is not for users; see calibrate --help")
-    planted = config.pop("planted")
-    return serve_reference(Reference(**config, planted=tuple(planted) if planted else None))
+    return serve_reference(Reference(**config))
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -1,5 +1,6 @@
 """The HTTP client: every quirk of streams and plain answers, requests, deadlines, waiting, addresses."""
 
+import contextlib
 import gzip
 import json
 import math
@@ -1037,7 +1038,11 @@ class EndsOfStreams(unittest.TestCase):
             answered(http(page, status="400 Bad Request"))
 
     def test_an_error_nested_2000_deep_is_one_line(self):
-        for depth in (600, 900, 960, 985, 990, 991, 992, 995, 2000):
+        for depth in range(850, 1000):  # what can be read, but not written
+            nested = b'data: {"error": %s1%s}\n\n' % (b"[" * depth, b"]" * depth)
+            with contextlib.suppress(ms.RequestFailed):
+                ms.AnswerBuilder(0.0).add_stream(nested, iter(()))
+        for depth in (600, 2000):
             nested = b'{"error": %s1%s}' % (b"[" * depth, b"]" * depth)
             for raw in (
                 http(b"data: %s\n\n" % nested, "text/event-stream"),

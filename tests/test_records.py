@@ -182,7 +182,10 @@ class RunFilesWritten(unittest.TestCase):
             lambda words: None, mock.Mock(write=mock.Mock(side_effect=OSError(28, "No space left")))
         )
         recorder.write({"kind": "run"})
-        server = mock.Mock(endpoint=ms.Endpoint("baseline", "http://x/v1", "http://x"))
+        server = mock.Mock(
+            endpoint=ms.Endpoint("baseline", "http://x/v1", "http://x"),
+            snapshot=ms.Snapshot(None, "none"),
+        )
         with (
             mock.patch.object(ms, "warm_up", return_value=[[]]),
             mock.patch.object(ms, "conditions_of", return_value={}),
