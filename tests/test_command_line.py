@@ -21,9 +21,9 @@ import measure_speculative as ms
 from tests.fakes import FakeServer, Speculation
 from tests.support import (
     PROGRAM,
-    no_windows,
     SAVE,
     measure,
+    no_windows,
     run_main,
     urls_of,
 )

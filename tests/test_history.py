@@ -4,9 +4,9 @@ import copy
 import csv
 import io
 import json
-import re
 import math
 import random
+import re
 import time
 import unittest
 from unittest import mock

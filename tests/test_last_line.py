@@ -174,8 +174,15 @@ def restarted():
         "unavailable": None,
     }
     counted = {
-        **{"kind": "counted", "arm": "baseline", "workload": "work", "repeat": 0, "tokens": 1200},
-        **{"answers": 12, "failed": 0, "elapsed_s": 1.0, "waiting": None},
+        "kind": "counted",
+        "arm": "baseline",
+        "workload": "work",
+        "repeat": 0,
+        "tokens": 1200,
+        "answers": 12,
+        "failed": 0,
+        "elapsed_s": 1.0,
+        "waiting": None,
         "before": dict(page, process="1"),
         "after": dict(page, process="2"),
     }

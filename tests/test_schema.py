@@ -4,11 +4,11 @@ import contextlib
 import copy
 import io
 import json
+import pathlib
 import random
 import re
 import sys
 import tempfile
-import pathlib
 import unittest
 
 import measure_speculative as ms
