@@ -2884,14 +2884,13 @@ def counter_growth(before: Snapshot, after: Snapshot, received: Optional[int] = 
     if before.samples is None or after.samples is None:
         return Growth(None, before.unavailable or after.unavailable)
     old = {s.identity: s.value for s in before.samples if is_counter(s)}
-    new = [s for s in after.samples if is_counter(s)]
-    left = {s.identity for s in new}
-    lost = any(value > 0 and key not in left for key, value in old.items())
-    fell = any(s.value < old.get(s.identity, 0.0) for s in new)
+    new = {s.identity: s for s in after.samples if is_counter(s)}
+    lost = any(value > 0 and key not in new for key, value in old.items())
+    fell = any(s.value < old.get(key, 0.0) for key, s in new.items())
     if lost or fell or _is_other_process(before, after):
         words = "counters were reset during the run: the server was restarted"
         return Growth(None, words, reset=True)
-    growth = Growth(tuple(_grown(s, old.get(s.identity, 0.0)) for s in new))
+    growth = Growth(tuple(_grown(s, old.get(key, 0.0)) for key, s in new.items()))
     if _is_born(before, growth, received):
         return growth
     words = "counters appeared in the middle, and since when they count is not known"
@@ -3866,6 +3865,11 @@ class Counted:
     elapsed_s: float
     waiting: Optional[float] = None  # the most requests seen queueing
 
+    @functools.cached_property
+    def growth(self) -> Growth:
+        """What the counters grew by; void where that cannot be."""
+        return block_growth(self.before, self.after, self.tokens)
+
     @property
     def key(self) -> BlockKey:
         """What the same block of another arm is found by."""
@@ -4713,7 +4717,7 @@ def drafts_of(run: Run) -> Drafts:
     such blocks do not count.
     """
     answers = run.answers.values()
-    growth = added_growth([block_growth(b.before, b.after, b.tokens) for b in run.counted])
+    growth = added_growth([block.growth for block in run.counted])
     whole = [block for block in run.counted if not block.failed]
     ours = [block for block in whole if is_ours(block)]
     counted = acceptance_of_blocks(ours, growth if len(ours) == len(run.counted) else None)
@@ -4741,13 +4745,13 @@ def drafts_of(run: Run) -> Drafts:
 
 def is_ours(block: Counted) -> bool:
     """Whether the counters around a block can be of its answers alone."""
-    made = generated_tokens(counter_growth(block.before, block.after, block.tokens))
+    made = generated_tokens(block.growth)
     return made is None or block.tokens is None or made <= block.tokens * (1 + FOREIGN_SHARE)
 
 
 def drafts_of_answer(answer: Answer) -> Acceptance:
     """What one answer tells beside others that tell: nothing at all where nothing was drafted."""
-    told = acceptance_of_answer(answer.statistics) or Acceptance("response", None, 0, 0)
+    told = answer.drafts or Acceptance("response", None, 0, 0)
     return replace(told, tokens=answer.completion_tokens, answers=1)
 
 
@@ -4756,7 +4760,7 @@ def acceptance_of_blocks(
 ) -> Optional[Acceptance]:
     """What the counters around these blocks tell; `growth` where it is known already."""
     if growth is None:
-        growth = added_growth([block_growth(b.before, b.after, b.tokens) for b in blocks])
+        growth = added_growth([block.growth for block in blocks])
     return acceptance_of_counters(growth, sum(block.answers for block in blocks))
 
 
@@ -6664,7 +6668,8 @@ _SECONDS = ("latency_s", "ttft_s", "decode_s", "waited_s", "elapsed_s")
 def figures_misfit(line: JSON) -> Optional[str]:
     """The first count or time of a line, of the right type, that cannot have been measured."""
     for name in _COUNTS:
-        if line.get(name) is not None and as_count(line[name]) is None:
+        count = line.get(name)
+        if count is not None and not 0 <= count < 1e18:
             return name
     for name in _SECONDS:
         seconds = line.get(name)
@@ -6685,7 +6690,7 @@ def counted_misfit(line: JSON) -> Optional[str]:
     """The field in which the line of a block is damaged, None where it is sound."""
     wrong = misfit(line, CountedLine) or figures_misfit(line)
     for name in ("before", "after"):
-        if not wrong and any(as_number(each[2]) is None for each in line[name]["samples"] or []):
+        if not wrong and any(abs(sample[2]) >= 1e18 for sample in line[name]["samples"] or []):
             wrong = f"{name}.samples"
     return wrong
 
@@ -6916,9 +6921,9 @@ def conditions_of(
         "arm": endpoint.arm,
         "base_url": endpoint.api,
         "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
-        "model": endpoint.shown_model,
-        "engine": endpoint.engine.name if engine == "unknown" else engine,
-        "engine_version": server.version if version == "unknown" else version,
+        "model": one_line(endpoint.shown_model),
+        "engine": endpoint.engine.name if engine == "unknown" else one_line(engine),
+        "engine_version": server.version if version == "unknown" else one_line(version),
         "server": server.about,
         "findings": server.findings + warmed.findings,
         "request": without(endpoint.request, own),
@@ -8324,7 +8329,7 @@ def comparable(record: Record) -> Optional[tuple[object, ...]]:
         return None
     asked = record["prompts_sha256"], record["max_tokens"], record["concurrency"]
     models = record["model"], record.get("baseline_model")
-    return record["kind"], record["label"], *models, *asked, record["order"]
+    return (record["kind"], record["label"], record["order"], *models, *asked)
 
 
 def regressions(earlier: Sequence[Record], now: Sequence[Record]) -> list[str]:
@@ -8831,9 +8836,9 @@ def reference_server(config: Reference) -> Iterator[str]:
 def cpu_share(seconds: float = 0.25) -> float:
     """The share of a processor that this process gets if it asks for all: 1 on an idle machine."""
     started, used = time.perf_counter(), time.thread_time()
-    while (wall := time.perf_counter() - started) < seconds:
+    while time.perf_counter() - started < seconds:
         pass
-    return (time.thread_time() - used) / wall
+    return (time.thread_time() - used) / (time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
