@@ -8252,6 +8252,20 @@ def candidate_section(record: ComparisonRecord) -> Lines:
             f"Listed are {listed} of these pairs, those on a baseline that agrees with itself "
             "first."
         )
+    differences = [e["detail"] for e in record["audit"] if e["finding"] in SERVER_DIFFERENCES]
+    if differences:
+        yield ""
+        yield f"The servers differ, too: {one_printable_line('; '.join(differences))}."
+
+
+# Findings that name what one server is and the other is not.
+SERVER_DIFFERENCES = (
+    "model-differs",
+    "quantization-differs",
+    "context-differs",
+    "build-differs",
+    "stream-differs",
+)
 
 
 def divergence_block(group: Sequence[Divergence]) -> Lines:

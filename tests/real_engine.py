@@ -179,6 +179,7 @@ def server(
     threads=1,
     port=0,
     api_key=None,
+    alias=None,
 ):
     """Run one llama.cpp server in a process of its own for the length of a `with` block.
 
@@ -193,6 +194,7 @@ def server(
     n_parallel   requests served at once; n_ctx is shared between them
     threads      the machine has few cores: two servers take one each, or they starve each other
     port         0 takes a free one; a number restarts a server where another one was
+    alias        the model's name (default: the path of its file)
     """
     model = model or model_file()
     options = {
@@ -201,7 +203,7 @@ def server(
         "kind": kind or ("draft-simple" if draft else None),
         "n_max": n_max, "size_n": size_n, "size_m": size_m, "n_match": n_match,
         "synth_rates": synth_rates, "n_parallel": n_parallel, "n_ctx": n_ctx, "threads": threads,
-        "port": port, "api_key": api_key,
+        "port": port, "api_key": api_key, "alias": alias,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="real-engine-") as folder:
         running = _start(options, os.path.join(folder, "server.log"))
@@ -262,6 +264,8 @@ def _leave_at_end_of_input():
 def _parameters(xllamacpp, options):
     p = xllamacpp.CommonParams()
     p.model.path = options["model"]
+    if options["alias"]:
+        p.model_alias = {options["alias"]}
     p.hostnames = ["127.0.0.1"]
     p.port = options["port"]
     p.n_ctx = options["n_ctx"]

@@ -293,6 +293,21 @@ class Grades(unittest.TestCase):
         self.assertRegex(outcome.out, r"PAYS .*BUT .*the model files differ \(m.gguf, m-mtp.gguf\)")
         self.assertEqual(findings(outcome.comparison())["model-differs"]["grade"], "file")
 
+    def test_the_bug_report_names_what_the_servers_differ_in(self):
+        told = [
+            dict(server(model_file=name, quantization=kind))
+            for name, kind in (("m-f32.gguf", "F32"), ("m-q4.gguf", "Q4_1"))
+        ]
+        runs = plain(**told[0]), drafting(**told[1], fields={"content": "another text"})
+        report = compared(*runs, flags=("--divergence-report", "bug.md")).files["bug.md"].decode()
+        self.assertIn("quantization: baseline F32, speculative Q4_1", report)
+        self.assertIn("model file: baseline m-f32.gguf, speculative m-q4.gguf", report)
+
+    def test_the_bug_report_of_servers_that_are_alike_names_no_difference(self):
+        runs = plain(), drafting(fields={"content": "another text"})
+        report = compared(*runs, flags=("--divergence-report", "bug.md")).files["bug.md"].decode()
+        self.assertNotIn("servers differ", report)
+
     def test_a_tenth_more_parameters_is_another_file_more_is_another_model(self):
         for parameters, withheld in ((109_000_000, None), (111_000_000, "model-differs")):
             outcome = compared(
