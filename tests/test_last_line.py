@@ -4,6 +4,8 @@ LIES is a table of pairs of servers, one for each finding that stands in the las
 """
 
 import json
+import math
+import random
 import re
 import unittest
 
@@ -476,6 +478,35 @@ class Sampled(unittest.TestCase):
         with FakeServer() as a, FakeServer(speculation=DRAFTING) as b:
             outcome = measure(a, b, "--extra-body", '{"temperature": 0}', prompts=["a", "b", "c"])
         self.assertFalse(outcome.comparison()["text_comparison"]["sampled"])
+
+
+class NoisyMachines(unittest.TestCase):
+    """What chance alone makes of two equal servers is said of neither."""
+
+    def test_first_tokens_that_scatter_are_no_sign_of_a_slowed_baseline(self):
+        """Medians alone would accuse about 7 of 40 equal pairs."""
+        accused = 0
+        for seed in range(40):
+            chance = random.Random(seed)
+
+            def scatter(line, chance=chance):
+                line["ttft_s"] = 0.05 * math.exp(chance.gauss(0, 0.5))
+                line["cached_tokens"] = 0
+
+            runs = (changed(run, readings(scatter)) for run in (plain(), drafting()))
+            accused += "implausible" in findings(compared(*runs).comparison())
+        self.assertLessEqual(accused, 3)
+
+    def test_one_server_after_the_other_is_said_to_be_so(self):
+        with FakeServer("vllm") as a, FakeServer("vllm", speculation=DRAFTING) as b:
+            outcome = measure(a, b, "--order", "sequential", prompts=["a", "b", "c"])
+        last = outcome.out.rstrip().splitlines()[-1]
+        self.assertIn("BUT one server was measured after the other", last)
+
+    def test_under_load_few_pairs_of_blocks_are_named_as_such(self):
+        with FakeServer("vllm") as a, FakeServer("vllm", speculation=DRAFTING) as b:
+            outcome = measure(a, b, "--concurrency", "2", prompts=["a", "b", "c"])
+        self.assertIn("few pairs of blocks", outcome.out.rstrip().splitlines()[-1])
 
 
 class Waiting(unittest.TestCase):
