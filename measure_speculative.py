@@ -5632,7 +5632,7 @@ def memory_findings(comparison: Comparison, min_gain: float) -> Iterator[Finding
         f"first time, {warm.ratio:.2f}x in later repeats (acceptance {rates[0]} and {rates[1]}); "
         "the first repeats are judged"
     )
-    found = finding("repeats-differ", words, memory=memory.kind)
+    found = finding("repeats-differ", words, memory=memory.kind.replace(" ", "-"))
     all_repeats = verdict_of(over_prompts(comparison.logs), min_gain)
     if memory.kind == "drafter" and all_repeats != comparison.verdict:
         found["caveat"] = f"repeats of a prompt are faster than new ones ({warm.ratio:.2f}x)"

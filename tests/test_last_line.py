@@ -338,7 +338,7 @@ class FirstAndLaterRepeats(unittest.TestCase):
         runs = (changed(run, readings(warm)) for run in (plain(repeats=2), drafting(repeats=2)))
         outcome = compared(*runs)
         record = outcome.comparison()
-        self.assertEqual(findings(record)["repeats-differ"]["memory"], "prompt cache")
+        self.assertEqual(findings(record)["repeats-differ"]["memory"], "prompt-cache")
         self.assertEqual(record["speedup"]["rests_on"], "first-repeats")
         self.assertNotIn("BUT", outcome.out)
 

@@ -768,6 +768,8 @@ class UnderLoad(RealTest):
                 24,
                 "--concurrency",
                 "1,2,4",
+                "--repeats",
+                1,
                 "--warmup",
                 0,
                 "--triage",
@@ -890,7 +892,7 @@ class EqualServers(RealTest):
 
     def test_two_equal_servers_have_an_interval_and_nothing_but_noise_between_them(self):
         # a busy machine may slow one of them for real
-        allowed = {"baseline-drafting", "few-prompts", "stalls", "implausible"}
+        allowed = {"baseline-drafting", "few-prompts", "stalls", "implausible", "runs-apart"}
         servers = self.new_server(), self.new_server()
         for order in self.ORDERS:
             with self.subTest(order):
