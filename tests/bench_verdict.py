@@ -26,7 +26,7 @@ ORDERS = {
     "sequential": ("--repeats", 2, "--order", "sequential"),
     "4 at a time": ("--repeats", 4, "--concurrency", 4),
 }
-TRUE_OF_EQUALS = {"baseline-drafting", "same-server", "few-prompts"}
+TRUE_OF_EQUALS = {"baseline-drafting", "same-server", "few-prompts", "runs-apart"}
 
 
 def prompts(seed, count):

@@ -97,7 +97,7 @@ class LevelsOfLoad(unittest.TestCase):
                 FakeServer(answers=counters[1], first_delay_s=0.1) as b,
             ):
                 counters[0].server, counters[1].server = a, b
-                measure(a, b, "--concurrency", level, prompts=PROMPTS)
+                measure(a, b, "--repeats", 1, "--concurrency", level, prompts=PROMPTS)
             self.assertEqual([counter.most for counter in counters], [level] * 2)
 
     def test_a_level_of_64_holds_64_requests_in_flight(self):
@@ -199,7 +199,7 @@ class Queueing(unittest.TestCase):
                     engine, words=3, slots=1, first_delay_s=0.1, speculation=Speculation()
                 ) as b,
             ):
-                outcome = measure(a, b, "--concurrency", 4, prompts=PROMPTS)
+                outcome = measure(a, b, "--repeats", 1, "--concurrency", 4, prompts=PROMPTS)
                 self.assertIn("queueing", findings(outcome.endpoint("speculative")))
                 self.assertNotIn("queueing", findings(outcome.endpoint("baseline")))
                 found = next(
@@ -212,7 +212,7 @@ class Queueing(unittest.TestCase):
 
     def test_a_server_with_room_does_not_queue(self):
         with FakeServer(words=3, slots=4, first_delay_s=0.25) as a:
-            outcome = measure(a, None, "--concurrency", 4, prompts=PROMPTS)
+            outcome = measure(a, None, "--repeats", 1, "--concurrency", 4, prompts=PROMPTS)
         self.assertNotIn("queueing", findings(outcome.endpoint()))
 
 
