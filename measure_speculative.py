@@ -7353,10 +7353,9 @@ Cells = dict[str, str]  # what a table shows of one record, by the name of the c
 
 Rows = Iterable[Sequence[str]]  # of a table, cells in the order of its columns
 
+Comparisons = Sequence[ComparisonRecord]
 
-def endpoints_in(records: Iterable[Record]) -> list[EndpointRecord]:
-    """The records of one server each."""
-    return [record for record in records if record["kind"] == "endpoint"]
+Speed = Union[Interval, SpeedInterval, None]  # a ratio or tokens/s, where it is known
 
 
 def comparisons_in(records: Iterable[Record]) -> list[ComparisonRecord]:
@@ -7375,11 +7374,6 @@ def by_label(comparisons: Iterable[ComparisonRecord]) -> dict[str, list[Comparis
 def endpoint_arm(record: EndpointRecord) -> str:
     """The arm that an endpoint record is about: the end of its label; no field of 1.0 tells it."""
     return record["label"].rsplit("/", 1)[-1]
-
-
-def finding_names(record: Record) -> set[str]:
-    """The names of what the audit found."""
-    return {entry["finding"] for entry in record["audit"]}
 
 
 def is_noise_check(record: ComparisonRecord) -> bool:
@@ -7401,23 +7395,22 @@ def verdict_words(verdict: Optional[str]) -> str:
     return VERDICT_WORDS.get(verdict, str(verdict))
 
 
-def limits_of(speed: Union[Interval, SpeedInterval, None]) -> Optional[tuple[float, float]]:
+def limits_of(speed: Speed) -> Optional[tuple[float, float]]:
     """Both ends of an interval; None where it has not both."""
     if speed is None or speed["low"] is None or speed["high"] is None:
         return None
     return speed["low"], speed["high"]
 
 
-def interval_of(speed: Union[Interval, SpeedInterval, None]) -> str:
+def interval_of(speed: Speed) -> str:
     """ "1.71 to 1.98", or a dash where there is no interval."""
     limits = limits_of(speed)
     if limits is None:
         return "-"
-    low, high = limits
     digits = 2
-    if abs(low - 1) < 0.01 or abs(high - 1) < 0.01:
+    if any(abs(limit - 1) < 0.01 for limit in limits):
         digits = 3  # which side of 1 matters
-    return f"{low:.{digits}f} to {high:.{digits}f}"
+    return " to ".join(figure(limit, digits) for limit in limits)
 
 
 def ratio_in(part: Compared) -> Optional[float]:
@@ -7522,8 +7515,7 @@ def picked(columns: Sequence[str], rows: Iterable[Cells]) -> Rows:
 
 def cells_of(part: Union[WorkloadComparison, ComparisonRecord]) -> Cells:
     """What the tables show of a comparison, or of one kind of work in it."""
-    texts = part["text_comparison"]
-    identical = f"{texts['identical']} of {texts['compared']}"
+    identical = identical_words(part["text_comparison"])
     return {
         **speed_cells(part),
         "Verdict": verdict_cell(part),
@@ -7551,18 +7543,15 @@ def speed_cells(part: Compared) -> Cells:
     }
 
 
-def workload_cells(part: WorkloadComparison) -> Cells:
-    """What the tables show of one kind of work; no verdict where nothing of it was measured."""
-    cells = {"Workload": part["workload"], **cells_of(part)}
-    if part["prompts"] == 0:
-        cells["Verdict"] = "-"
-    return cells
-
-
 def workload_rows(record: ComparisonRecord) -> Rows:
     """A row for each kind of work and, where there are several, one for all."""
     reached = [part for part in record["workloads"] if part["text_comparison"]["compared"]]
-    rows = [workload_cells(part) for part in reached or record["workloads"]]
+    rows = []
+    for part in reached or record["workloads"]:
+        cells = {"Workload": part["workload"], **cells_of(part)}
+        if part["prompts"] == 0:
+            cells["Verdict"] = "-"  # nothing of it was measured
+        rows.append(cells)
     if len(rows) != 1:
         rows.append({"Workload": "all", **cells_of(record)})
     return picked(WORKLOAD_COLUMNS, rows)
@@ -7572,27 +7561,22 @@ def server_cells(record: EndpointRecord) -> Cells:
     """One server: who it is, how much of it came back, how fast."""
     first_token_ms = 1000 * record["ttft_s"]["p50"] if record["ttft_s"] else None
     engine = f"{record['engine']} {record['engine_version']}"
-    cells = {
+    completed = f"{record['completed']} of {record['requests']}"
+    server = {
         "Label": record["label"],
         "Recorded": record["recorded_at"],
         "Server": endpoint_arm(record),
         "URL": record["base_url"],
         "Engine version": record["engine_version"],
     }
-    speeds = {
+    return {
+        **server,
+        "Engine": engine.replace(" unknown", ""),
+        "Completed": completed,
         "Tokens/s": figure(record["output_tokens_per_s"]),
         "Decode tokens/s": figure(record["decode_tokens_per_s"]),
         "First token ms": figure(first_token_ms, 0),
     }
-    cells["Engine"] = engine.replace(" unknown", "")
-    cells["Completed"] = f"{record['completed']} of {record['requests']}"
-    return {**cells, **speeds}
-
-
-def endpoint_lines(endpoints: Sequence[EndpointRecord]) -> Lines:
-    """Who was measured, and how much of it came back."""
-    rows = picked(ENDPOINT_COLUMNS, map(server_cells, endpoints))
-    yield text_table(ENDPOINT_COLUMNS, rows, 3)
 
 
 def explanation_lines(record: ComparisonRecord) -> Lines:
@@ -7620,10 +7604,9 @@ def explanation_lines(record: ComparisonRecord) -> Lines:
 
 def gain_words(decoding: Optional[Interval]) -> str:
     """Whether decoding gains: only an interval on one side of 1 says so."""
-    limits = limits_of(decoding)
-    if limits is None or limits[0] <= 1 <= limits[1]:
+    if decoding is None or not excludes_1(decoding):
         return "whether decoding gains is not sure"
-    if limits[0] > 1:
+    if decoding["ratio"] > 1:
         return "it brings more than it costs, so decoding gains"
     return "it brings less, so decoding does not gain"
 
@@ -7637,12 +7620,14 @@ def reason_lines(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRec
             "Nothing that was drafted was accepted: drafting only costs time. Check that draft and "
             "target share a tokenizer."
         )
-    fit, draft_cost = why["fit"], why["draft_cost"]
+    fit, draft_cost, predicted = why["fit"], why["draft_cost"], why["predicted"]
     if fit:
-        advice = "; the advice below rests on this fit" if why["predicted"] else ""
-        spread, error = "", fit.get("draft_cost_error")
+        spread = advice = ""
+        error = fit.get("draft_cost_error")
         if error is not None:
             spread = f" (give or take {error:.3f})"
+        if predicted:
+            advice = "; the advice below rests on this fit"
         yield (
             f"Fitted over {fit['runs']} candidates: verifying costs {fit['verification_cost']:.2f} "
             f"target steps, each drafted token {fit['draft_cost']:.3f}{spread}{advice}."
@@ -7652,28 +7637,28 @@ def reason_lines(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRec
             f"A drafted token costs {draft_cost:.3f} target steps; one chain length cannot tell "
             "how much of that is the growth of the verification."
         )
-    yield from chain_lines(why["predicted"] or [], why["best_chain"])
+    if predicted:
+        yield from chain_lines(predicted, why["best_chain"])
 
 
 def bar_words(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRecord]) -> str:
     """The acceptance that would be needed, or why there is no such figure."""
     applies, chain, needed = why["applies"], why["chain"], why["alpha_needed"]
+    mean = ""
     if applies == "any":
         return (
             "A step costs no more than a plain one: any acceptance pays (check the timing if that "
             "surprises you)."
         )
-    if chain is None:
-        mean = ""
-    elif applies == "alpha" and needed is not None:
-        alpha = figure(why["alpha"])
-        return f"alpha {alpha}; {needed:.2f} is needed at chain length {chain} and this cost."
-    elif applies == "cannot-pay":
-        return (
-            f"A step can bring at most {chain + 1} tokens at chain length {chain} and costs "
-            f"{cost:.2f}: it cannot pay at any acceptance."
-        )
-    else:
+    if chain is not None:
+        if applies == "alpha" and needed is not None:
+            alpha = figure(why["alpha"])
+            return f"alpha {alpha}; {needed:.2f} is needed at chain length {chain} and this cost."
+        if applies == "cannot-pay":
+            return (
+                f"A step can bring at most {chain + 1} tokens at chain length {chain} and costs "
+                f"{cost:.2f}: it cannot pay at any acceptance."
+            )
         # without S, steps without a draft count too
         each = "a draft" if acceptance and acceptance["steps"] else "a target step"
         mean = f" (mean {chain:.2f} {each})"
@@ -7685,15 +7670,13 @@ def bar_words(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRecord
 
 def chain_lines(predicted: Sequence[ChainPrediction], best: Optional[ChainPrediction]) -> Lines:
     """The predicted speed-up of each chain length, and the best."""
-    if predicted:
-        chains = ", ".join(f"k={p['chain']} {predicted_words(p, '*')}" for p in predicted[:12])
-        yield f"Predicted by chain length: {chains} (* extrapolated)."
-    if not predicted or best is None:
-        return
-    length = "none: plain decoding is faster than every chain predicted"
-    if best["chain"]:
-        length = f"{best['chain']} ({predicted_words(best, ', extrapolated')})"
-    yield f"Best chain length: {length}."
+    chains = ", ".join(f"k={each['chain']} {predicted_words(each, '*')}" for each in predicted[:12])
+    yield f"Predicted by chain length: {chains} (* extrapolated)."
+    if best:
+        length = "none: plain decoding is faster than every chain predicted"
+        if best["chain"]:
+            length = f"{best['chain']} ({predicted_words(best, ', extrapolated')})"
+        yield f"Best chain length: {length}."
 
 
 def predicted_words(each: ChainPrediction, mark: str) -> str:
@@ -7712,24 +7695,22 @@ def drafting_parts(record: Record) -> list[tuple[str, AcceptanceRecord]]:
     return [(name, drafts) for name, drafts in parts if drafts and drafts["drafted"] != 0]
 
 
-def draft_row(name: str, drafts: AcceptanceRecord) -> list[str]:
-    """Rates and lengths of the drafts on one kind of work."""
-    shares = [figure(drafts["rate"]), figure(drafts["alpha"])]
-    lengths = [figure(drafts["mean_length"]), figure(drafts["tokens_per_target_step"])]
-    return [name, *shares, *lengths, figure(drafts["steps"], 0)]
-
-
 def draft_lines(record: Record) -> Lines:
     """What became of the drafts of each kind of work: rates, lengths, a bar for each position."""
-    parts = drafting_parts(record)
-    if not parts:
+    rows, known = [], []
+    for name, drafts in drafting_parts(record):
+        shares = [figure(drafts["rate"]), figure(drafts["alpha"])]
+        lengths = [figure(drafts["mean_length"]), figure(drafts["tokens_per_target_step"])]
+        rows.append([name, *shares, *lengths, figure(drafts["steps"], 0)])
+        if drafts["per_position"]:
+            known.append((name, drafts["per_position"]))
+    if not rows:
         return
-    yield text_table(DRAFT_COLUMNS, [draft_row(*part) for part in parts])
+    yield text_table(DRAFT_COLUMNS, rows)
     yield (
         "alpha: share of tested drafts that were accepted; accepted/drafted is another figure, "
         "never higher."
     )
-    known = [(name, drafts["per_position"]) for name, drafts in parts if drafts["per_position"]]
     for first in range(0, len(known), 4):
         yield ""
         yield from position_lines(known[first : first + 4])
@@ -7751,8 +7732,7 @@ def position_lines(known: Sequence[tuple[str, Sequence[float]]]) -> Lines:
     for name, rates in known:
         cut = positions_worth(rates)
         if cut < len(rates):
-            rest = sum(rates[cut:])
-            yield f"{name}: position {cut + 1} onward adds {rest:.2f} tokens per step."
+            yield f"{name}: position {cut + 1} onward adds {sum(rates[cut:]):.2f} tokens per step."
 
 
 def position_cell(rates: Sequence[float], i: int) -> str:
@@ -7812,9 +7792,9 @@ def temperature_words(sampling: Optional[JSON]) -> str:
     return f"temperature {sampling['temperature']}"
 
 
-def agreement_words(own: SelfAgreement) -> str:
-    """ "3 of 4 repeats identical"."""
-    return f"{own['identical']} of {own['compared']} repeats identical"
+def identical_words(counts: Union[TextCounts, SelfAgreement]) -> str:
+    """ "3 of 4"."""
+    return f"{counts['identical']} of {counts['compared']}"
 
 
 def agreement_lines(record: ComparisonRecord) -> Lines:
@@ -7825,16 +7805,16 @@ def agreement_lines(record: ComparisonRecord) -> Lines:
         if own["warm_compared"]:
             warm = f" (warm repeats: {own['warm_identical']} of {own['warm_compared']})"
         if own["compared"]:
-            yield f"{arm} against itself: {agreement_words(own)}{warm}."
-    pairs = f"{texts['identical']} of {texts['compared']} identical"
+            yield f"{arm} against itself: {identical_words(own)} repeats identical{warm}."
+    pairs = identical_words(texts)
+    if texts.get("sampled"):
+        yield f"sampled; the same seed gave the same sampled text in {pairs}."
+        return
+    pairs += " identical"
     if texts["empty"]:
         pairs += f", {texts['empty']} both empty (no evidence)"
     if texts["failed"]:
         pairs += f", {texts['failed']} not comparable"
-    if texts.get("sampled"):
-        same = f"{texts['identical']} of {texts['compared']}"
-        yield f"sampled; the same seed gave the same sampled text in {same}."
-        return
     yield f"baseline against {name}: {pairs}."
     if texts["counts_differ"]:
         yield (
@@ -7846,7 +7826,9 @@ def agreement_lines(record: ComparisonRecord) -> Lines:
 def suspicion_lines(record: ComparisonRecord) -> Lines:
     """What may have changed the text, and what speaks against speculation as the cause."""
     texts = record["text_comparison"]
-    if changed_pairs(texts) and not texts["baseline_self"]["compared"]:
+    if not changed_pairs(texts):
+        return
+    if not texts["baseline_self"]["compared"]:
         yield (
             "the baseline was not compared with itself; with --repeats 2 it would show whether it "
             "is stable."
@@ -7856,21 +7838,26 @@ def suspicion_lines(record: ComparisonRecord) -> Lines:
             f"on {texts['unstable']} of the differing pairs the baseline disagrees with itself, so "
             "speculation is not the suspect there."
         )
-    if changed_pairs(texts):
-        disturbed = not finding_names(record).isdisjoint(DISTURBANCES)
-        other = ", the other client or restart noted below" if disturbed else ""
-        yield (
-            f"numerics (another batch shape), a cache in another state{other} or a fault can do "
-            "this; the texts alone cannot tell which."
-        )
+    other = ""
+    if any(entry["finding"] in DISTURBANCES for entry in record["audit"]):
+        other = ", the other client or restart noted below"
+    yield (
+        f"numerics (another batch shape), a cache in another state{other} or a fault can do "
+        "this; the texts alone cannot tell which."
+    )
 
 
 def grouped_divergences(divergences: Sequence[Divergence]) -> list[list[Divergence]]:
     """The differences, together those that are the same in several repeats of a prompt."""
     groups: dict[Hashable, list[Divergence]] = {}
     for each in divergences:
-        tails = each["baseline_tail"], each["speculative_tail"]
-        key = each["prompt_index"], each["where"], each["class"], tails
+        key = (
+            each["prompt_index"],
+            each["where"],
+            each["class"],
+            each["baseline_tail"],
+            each["speculative_tail"],
+        )
         groups.setdefault(key, []).append(each)
     return list(groups.values())
 
@@ -7905,27 +7892,30 @@ def triage_words(triage: Optional[Triage]) -> str:
     return f"; {triage['finding']} ({gap})"
 
 
-def audit_lines(
-    endpoints: Sequence[EndpointRecord], comparisons: Sequence[ComparisonRecord]
-) -> list[str]:
+def audit_lines(records: Iterable[Record]) -> Iterable[str]:
     """The audit in plain words, each finding once, with the arm that it is about."""
-    entries = [(f"{endpoint_arm(r)}: ", entry) for r in endpoints for entry in r["audit"]]
-    entries += [("", entry) for record in comparisons for entry in record["audit"]]
-    lines = [f"Note: {arm}{entry['detail']} [{entry['finding']}]" for arm, entry in entries]
-    return list(dict.fromkeys(map(one_printable_line, lines)))
+    lines = []
+    for record in records:
+        arm = ""
+        if record["kind"] == "endpoint":
+            arm = f"{endpoint_arm(record)}: "
+        lines += [f"Note: {arm}{each['detail']} [{each['finding']}]" for each in record["audit"]]
+    return dict.fromkeys(map(one_printable_line, lines))
 
 
 def caveats(record: ComparisonRecord) -> str:
     """What the line to quote must not be read without: what may have made the ratio what it is."""
-    texts = record["text_comparison"]
+    texts, doubts, told = record["text_comparison"], [], ""
     near = texts.get("near_ties", 0)
     changed = changed_pairs(texts) - texts["unstable"] - near
-    doubts = [f"the text changed in {changed} of {texts['compared']}"] if changed > 0 else []
+    if changed > 0:
+        doubts.append(f"the text changed in {changed} of {texts['compared']}")
     for name, meaning in FINDINGS.items():
         entries = [entry for entry in record["audit"] if entry["finding"] == name]
         doubts += [entry.get("caveat") or meaning.caveat or "" for entry in entries]
-    known = [words for words in dict.fromkeys(doubts) if words]
-    told = f"; BUT {', '.join(known)}" if known else ""
+    known = dict.fromkeys(filter(None, doubts))
+    if known:
+        told = f"; BUT {', '.join(known)}"
     if near:
         told += f"; {plural(near, 'text')} of {texts['compared']} part at a near tie"
     return told
@@ -8022,11 +8012,9 @@ def settling_words(more: str, speed: Optional[Interval]) -> str:
     return f"About {more} more {prompts} might settle it; more repeats would not."
 
 
-def ranking_lines(comparisons: Sequence[ComparisonRecord]) -> Lines:
-    """Several candidates by speed, and which differences to the first are real."""
-    rows = map(ranking_cells, sorted(comparisons, key=rank))
-    yield ""
-    yield text_table(RANKING_COLUMNS, picked(RANKING_COLUMNS, rows))
+def ranking_rows(ranked: Comparisons) -> Rows:
+    """Several candidates, and which differences to the first are real."""
+    return picked(RANKING_COLUMNS, map(ranking_cells, ranked))
 
 
 def rank(record: ComparisonRecord) -> tuple[bool, bool, float]:
@@ -8035,20 +8023,21 @@ def rank(record: ComparisonRecord) -> tuple[bool, bool, float]:
     return idle, is_noise_check(record), -(ratio_in(record) or 0.0)
 
 
-def winner_line(ranked: Sequence[ComparisonRecord]) -> str:
+def winner_line(ranked: Comparisons) -> str:
     """Which of several candidates is the fastest, and whether its lead is real."""
     best, second = ranked[0], ranked[1]
-    name = best["candidate"]
+    behind, other = second["against_best"], second["candidate"]
     if withheld_words(best):
         return "BEST: none, no candidate can be judged."
-    behind = second["against_best"]
     if behind is None:
-        return f"BEST: {name}; no other candidate can be judged."
-    lead = {
-        "real": f"faster than {second['candidate']}, and the difference is real",
-        "no difference shown": f"but no difference to {second['candidate']} is shown",
-    }.get(difference_words(behind), "too few prompts to tell it from the others")
-    return one_printable_line(f"BEST: {name} at {speed_words(best['speedup'])}, {lead}.")
+        return f"BEST: {best['candidate']}; no other candidate can be judged."
+    lead = "too few prompts to tell it from the others"
+    if excludes_1(behind):
+        lead = f"faster than {other}, and the difference is real"
+    elif limits_of(behind):
+        lead = f"but no difference to {other} is shown"
+    speed = speed_words(best["speedup"])
+    return one_printable_line(f"BEST: {best['candidate']} at {speed}, {lead}.")
 
 
 def ranking_cells(record: ComparisonRecord) -> Cells:
@@ -8071,14 +8060,14 @@ def difference_words(behind: Optional[AgainstBest]) -> str:
     """Whether a candidate truly differs from the fastest one."""
     if behind is None:
         return ""
-    if limits_of(behind) is None:
-        return "too few prompts to tell"
     if excludes_1(behind):
         return "real"
-    return "no difference shown"
+    if limits_of(behind):
+        return "no difference shown"
+    return "too few prompts to tell"
 
 
-def crossover_lines(comparisons: Sequence[ComparisonRecord]) -> Lines:
+def crossover_lines(comparisons: Comparisons) -> Lines:
     """How the gain changes under load, and between which levels it is lost."""
     levels = sorted(comparisons, key=lambda record: record["concurrency"])
     yield text_table(CROSSOVER_COLUMNS, picked(CROSSOVER_COLUMNS, map(crossover_cells, levels)))
@@ -8102,20 +8091,21 @@ def crossover_cells(record: ComparisonRecord) -> Cells:
     }
 
 
-def crossover_words(levels: Sequence[ComparisonRecord]) -> str:
+def crossover_words(levels: Comparisons) -> str:
     """Between which of the rising levels the ratio falls below 1, and whether that is sure."""
     known = [(record["concurrency"], record["speedup"]) for record in levels if record["speedup"]]
-    lost = [i for i, (_, speed) in enumerate(known) if speed["ratio"] < 1]
+    lost = [speed["ratio"] < 1 for _, speed in known]
     deciding = known
     if not known:
         crossover = "not known"
-    elif not lost:
+    elif not any(lost):
         crossover = "within these levels the ratio does not fall below 1"
-    elif lost[0] == 0:
+    elif lost[0]:
         crossover = f"the ratio is below 1 already at {known[0][0]} at a time"
         deciding = known[:1]
     else:
-        deciding = known[lost[0] - 1 : lost[0] + 1]
+        first = lost.index(True)
+        deciding = known[first - 1 : first + 1]
         above, below = (level for level, _ in deciding)
         crossover = f"the ratio falls below 1 between {above} and {below} requests at a time"
     if len(known) < len(levels) or not all(excludes_1(speed) for _, speed in deciding):
@@ -8123,7 +8113,7 @@ def crossover_words(levels: Sequence[ComparisonRecord]) -> str:
     return crossover
 
 
-def excludes_1(speed: Interval) -> bool:
+def excludes_1(speed: Optional[Interval]) -> bool:
     """Whether a difference is shown: the whole interval lies on one side of 1."""
     limits = limits_of(speed)
     return limits is not None and not limits[0] <= 1 <= limits[1]
@@ -8132,22 +8122,24 @@ def excludes_1(speed: Interval) -> bool:
 def result_lines(result: Result) -> Lines:
     """The terminal report of one level, the sentence to quote last."""
     several = len(result.comparisons) > 1
-    yield from endpoint_lines(result.endpoints)
+    servers = picked(ENDPOINT_COLUMNS, map(server_cells, result.endpoints))
+    yield text_table(ENDPOINT_COLUMNS, servers, 3)
     for record in result.comparisons:
         if several:
             yield ""
             yield f"== {record['candidate']} =="
         yield from comparison_lines(record)
     if several:
-        yield from ranking_lines(result.comparisons)
-    for endpoint in result.endpoints:
-        if not result.comparisons:
+        ranked = sorted(result.comparisons, key=rank)
+        yield from ("", text_table(RANKING_COLUMNS, ranking_rows(ranked)))
+    if not result.comparisons:
+        for endpoint in result.endpoints:
             yield from single_lines(endpoint)
     for endpoint in result.endpoints:
         if endpoint["failed"]:
             yield f"{endpoint_arm(endpoint)}: {failure_words(endpoint)}"
     yield from memory_lines(result.endpoints)
-    yield from audit_lines(result.endpoints, result.comparisons)
+    yield from audit_lines(result.records())
     yield ""
     yield from last_lines(result)
 
@@ -8157,19 +8149,21 @@ def last_lines(result: Result) -> Lines:
     ranked = sorted(result.comparisons, key=rank)
     if len(ranked) > 1:
         yield winner_line(ranked)
-    for record in ranked:
-        name = f"{record['candidate']}: " if len(ranked) > 1 else ""
-        yield name + sentence(record)
-    for endpoint in result.endpoints:
-        if not ranked:
-            yield single_sentence(endpoint)
+        for record in ranked:
+            yield f"{record['candidate']}: {sentence(record)}"
+    elif ranked:
+        yield sentence(ranked[0])
+    else:
+        yield from map(single_sentence, result.endpoints)
 
 
 def single_sentence(record: EndpointRecord) -> str:
     """The line to quote where one server was measured alone."""
-    is_baseline = endpoint_arm(record) == "baseline"
-    other = "--speculative-url" if is_baseline else "--baseline-url"
-    failed = f"; BUT {failure_words(record)}" if record["failed"] else ""
+    other, failed = "--baseline-url", ""
+    if endpoint_arm(record) == "baseline":
+        other = "--speculative-url"
+    if record["failed"]:
+        failed = f"; BUT {failure_words(record)}"
     return one_printable_line(
         f"ONE SERVER MEASURED: {figure(record['output_tokens_per_s'])} tokens/s, so the "
         f"speed-up is unknown (next: {other}, or compare with another --save-run){failed}."
@@ -8184,7 +8178,10 @@ def failure_words(record: EndpointRecord) -> str:
 
 def single_lines(record: EndpointRecord) -> Lines:
     """The report on one server measured alone."""
-    rows = [single_row(part) for part in record["workloads"]]
+    rows = []
+    for part in record["workloads"]:
+        rates = figure(part["output_tokens_per_s"]), figure(part["decode_tokens_per_s"])
+        rows.append([part["workload"], str(part["completed"]), *rates])
     yield ""
     yield text_table(("Workload", "Completed", "Tokens/s", "Decode tokens/s"), rows)
     judged = ": speculation did not run."
@@ -8197,21 +8194,15 @@ def single_lines(record: EndpointRecord) -> Lines:
     yield from draft_lines(record)
 
 
-def single_row(part: WorkloadFigures) -> list[str]:
-    """One kind of work on one server."""
-    rates = [figure(part["output_tokens_per_s"]), figure(part["decode_tokens_per_s"])]
-    return [part["workload"], str(part["completed"]), *rates]
-
-
 def levels_lines(results: Sequence[Result]) -> list[str]:
     """The report of every concurrency level; of several, also what load does to the gain."""
     if len(results) == 1:
         return list(result_lines(results[0]))
-    lines = []
+    lines, comparisons = [], []
     for result in results:
         level = result.endpoints[0]["concurrency"]
         lines += ["", f"=== {plural(level, 'request')} at a time ===", *result_lines(result)]
-    comparisons = [record for result in results for record in result.comparisons]
+        comparisons += result.comparisons
     for levels in by_label(comparisons).values():
         if len(levels) > 1:
             lines += ["", *crossover_lines(levels)]
@@ -8272,11 +8263,11 @@ def candidate_section(record: ComparisonRecord) -> Lines:
     """The head of one candidate's differences in the bug report."""
     texts = record["text_comparison"]
     listed = len(texts["divergences"])
-    own, rate = agreement_words(texts["baseline_self"]), figure(rate_in(record))
+    own, rate = identical_words(texts["baseline_self"]), figure(rate_in(record))
     yield ""
     yield f"## {record['candidate']}: {texts['divergent']} of {texts['compared']} pairs differ"
     yield ""
-    yield f"Baseline against itself: {own}. Acceptance {rate}."
+    yield f"Baseline against itself: {own} repeats identical. Acceptance {rate}."
     if listed < changed_pairs(texts):
         yield (
             f"Listed are {listed} of these pairs, those on a baseline that agrees with itself "
@@ -8311,69 +8302,76 @@ def divergence_block(group: Sequence[Divergence]) -> Lines:
     yield "```"
 
 
-def conditions_told(record: Record) -> dict[str, object]:
-    """What may explain a change from run to run, under the names that a history uses."""
-    server = {
-        "version": record["engine_version"],
-        "baseline version": record.get("baseline_engine_version"),
-        "engine": record["engine"],
-        "model": record["model"],
-        "prompts": record["prompts_sha256"],
-    }
-    return {
-        **server,
-        "max_tokens": record["max_tokens"],
-        "concurrency": record["concurrency"],
-        "repeats": record["repeats"],
-        "context length": record["context"],
-        "prompt tokens from the cache": record["cached_tokens"],
-    }
+# What may explain a change from run to run: field of a record, and its name in a history.
+CONDITIONS_TOLD = {
+    "engine_version": "version",
+    "baseline_engine_version": "baseline version",
+    "engine": "engine",
+    "model": "model",
+    "prompts_sha256": "prompts",
+    "max_tokens": "max_tokens",
+    "concurrency": "concurrency",
+    "repeats": "repeats",
+    "context": "context length",
+    "cached_tokens": "prompt tokens from the cache",
+}
 
 
 def changed_conditions(before: Record, now: Record) -> Lines:
     """What else changed between two records of a label, in words."""
-    old = conditions_told(before)
-    for name, value in conditions_told(now).items():
-        if value != old[name] and name == "prompts":
+    for field_name, name in CONDITIONS_TOLD.items():
+        old, new = before.get(field_name), now.get(field_name)
+        if old != new and name == "prompts":
             yield name  # two hashes would tell nobody anything
-        elif value != old[name]:
-            yield f"{name} {old[name]} -> {value}"
+        elif old != new:
+            yield f"{name} {old} -> {new}"
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A figure that should not fall from run to run, with its interval."""
+    """A figure that should not fall from run to run: "1.80 (1.71 to 1.89)", and both limits."""
 
+    record: Record
     name: str
-    value: float
-    interval: Union[Interval, SpeedInterval]
+    words: str
+    limits: tuple[float, float]
 
 
 def watched(record: Record) -> Optional[Watched]:
-    """The ratio of a comparison, the baseline's own tokens/s; None if unknown or of another arm."""
-    if record["kind"] == "comparison":
-        ratio = record["speedup"]
-        if ratio is None:
-            return None
-        return Watched("speed-up", ratio["ratio"], ratio)
-    endpoint = record
-    speed = endpoint["speed"]
-    if speed is None or endpoint_arm(endpoint) != "baseline":
-        return None
-    return Watched("baseline tokens/s", speed["tokens_per_s"], speed)
+    """The ratio of a comparison, the baseline's own tokens/s.
 
-
-def comparable(record: Record) -> Optional[tuple[object, ...]]:
-    """What two records must have in common for a fall between them to be a regression.
-
-    None for what is no reference: a run that was interrupted, or has no interval.
+    None for what is no reference: another arm, a run that was interrupted, or has no interval.
     """
-    found = watched(record)
-    if record["interrupted"] or found is None or limits_of(found.interval) is None:
+    speed: Speed
+    if record["kind"] == "comparison":
+        name, value, speed = "speed-up", ratio_in(record), record["speedup"]
+    elif record["speed"] and endpoint_arm(record) == "baseline":
+        speed = record["speed"]
+        name, value = "baseline tokens/s", speed["tokens_per_s"]
+    else:
         return None
-    asked = record["prompts_sha256"], record["max_tokens"], record["concurrency"]
-    models = record["model"], record.get("baseline_model")
-    return (record["kind"], record["label"], record["order"], *models, *asked)
+    limits = limits_of(speed)
+    if limits is None or record["interrupted"]:
+        return None
+    return Watched(record, name, f"{figure(value)} ({interval_of(speed)})", limits)
+
+
+# What two records must have in common for a fall between them to be a regression.
+COMPARABLE = (
+    "kind",
+    "label",
+    "order",
+    "model",
+    "baseline_model",
+    "prompts_sha256",
+    "max_tokens",
+    "concurrency",
+)
+
+
+def comparable(old: Record, new: Record) -> bool:
+    """Whether a fall between two records is a regression."""
+    return all(old.get(name) == new.get(name) for name in COMPARABLE)
 
 
 def regressions(earlier: Sequence[Record], now: Sequence[Record]) -> list[str]:
@@ -8383,49 +8381,45 @@ def regressions(earlier: Sequence[Record], now: Sequence[Record]) -> list[str]:
     lower ends of the last ten (five or more), so that a slow decline is seen.
     """
     alarms = []
-    for record in now:
-        key = comparable(record)
-        past = [old for old in earlier if key is not None and comparable(old) == key]
+    known = list(filter(None, map(watched, earlier)))
+    for new in filter(None, map(watched, now)):
+        past = [old for old in known if comparable(old.record, new.record)]
         if past:
-            alarms += regression_lines(past, record)
+            alarms += regression_lines(past, new)
     return alarms
 
 
-def regression_lines(past: Sequence[Record], now: Record) -> list[str]:
+def regression_lines(past: Sequence[Watched], new: Watched) -> list[str]:
     """The alarm of one record, if its figure fell."""
-    known = [each for each in map(watched, past) if each is not None]
-    new = watched(now)
-    if new is None or new.interval["high"] is None:
+    old, high = past[-1], new.limits[1]
+    floors = [each.limits[0] for each in past[-10:]]
+    usual = median(floors)
+    if high < floors[-1]:
+        fall = f"from {old.words} to {new.words} since {old.record['recorded_at']}"
+    elif len(floors) >= 5 and high < usual:
+        runs = f"the last {len(floors)} runs (median of their lower ends {usual:.2f})"
+        fall = f"slowly, to {new.words}, below {runs}"
+    else:
         return []
-    before, old = past[-1], known[-1]
-    floors = [each.interval["low"] or 0.0 for each in known[-10:]]
-    fall = f"from {watched_words(old)} to {watched_words(new)} since {before['recorded_at']}"
-    if new.interval["high"] >= floors[-1]:
-        if len(floors) < 5 or new.interval["high"] >= median(floors):
-            return []
-        runs = f"the last {len(floors)} runs (median of their lower ends {median(floors):.2f})"
-        fall = f"slowly, to {watched_words(new)}, below {runs}"
-    changes = ", ".join(changed_conditions(before, now))
-    besides = f"also changed: {changes}" if changes else "nothing else known changed"
-    return [f"REGRESSION {now['label']}: {new.name} fell {fall}; {besides}"]
+    besides = "nothing else known changed"
+    changes = ", ".join(changed_conditions(old.record, new.record))
+    if changes:
+        besides = f"also changed: {changes}"
+    return [f"REGRESSION {new.record['label']}: {new.name} fell {fall}; {besides}"]
 
 
-def watched_words(speed: Watched) -> str:
-    """ "1.80 (1.71 to 1.89)"."""
-    return f"{speed.value:.2f} ({interval_of(speed.interval)})"
-
-
-def history_rows(records: Sequence[ComparisonRecord]) -> Rows:
+def history_rows(records: Comparisons) -> Rows:
     """One row for each run of a label, with what changed since the run before."""
     rows = []
     for before, record in zip([None, *records], records):
         changes = changed_conditions(before, record) if before else ()
-        cells = cells_of(record)
-        cells["Recorded"] = record["recorded_at"]
-        cells["Ratio change"] = change_mark(before, record)
-        cells["Engine version"] = record["engine_version"]
-        cells["Also changed"] = "; ".join(changes)
-        rows.append(cells)
+        cells = {
+            "Recorded": record["recorded_at"],
+            "Ratio change": change_mark(before, record),
+            "Engine version": record["engine_version"],
+            "Also changed": "; ".join(changes),
+        }
+        rows.append({**cells_of(record), **cells})
     return picked(HISTORY_COLUMNS, rows)
 
 
@@ -8475,33 +8469,36 @@ def notebook_lines(records: Sequence[Record]) -> Lines:
     yield from ranking_section(comparisons)
     shown = {record["run_id"] for record in comparisons}
     shown |= {record["baseline_run_id"] for record in comparisons}
-    singles = [record for record in endpoints_in(records) if record["run_id"] not in shown]
+    singles = []
+    for record in records:
+        if record["kind"] == "endpoint" and record["run_id"] not in shown:
+            singles.append(server_cells(record))
     if singles:
         header = ("Label", "Recorded", "Tokens/s", "Completed", "Engine version")
-        table = markdown_table(header, picked(header, map(server_cells, singles)))
+        table = markdown_table(header, picked(header, singles))
         yield "## Servers without a comparison here\n"
         yield printable(table) + "\n"
 
 
-def ranking_section(comparisons: Sequence[ComparisonRecord]) -> Lines:
+def ranking_section(comparisons: Comparisons) -> Lines:
     """The candidates of the last run in which there were several, best first."""
-    runs: dict[tuple[str, int], dict[str, ComparisonRecord]] = {}
+    runs: dict[str, dict[str, ComparisonRecord]] = {}
     for record in comparisons:
-        run = measurement_of(record), record["concurrency"]
-        runs.setdefault(run, {})[record["candidate"]] = record
-    several = [list(run.values()) for run in runs.values() if len(run) > 1]
+        runs.setdefault(record["run_id"], {})[record["candidate"]] = record
+    several = [run.values() for run in runs.values() if len(run) > 1]
     if several:
         ranked = sorted(several[-1], key=rank)
-        table = markdown_table(RANKING_COLUMNS, picked(RANKING_COLUMNS, map(ranking_cells, ranked)))
+        table = markdown_table(RANKING_COLUMNS, ranking_rows(ranked))
         yield f"## Ranking\n\n{printable(winner_line(ranked))}\n\n{printable(table)}\n"
 
 
-def label_lines(label: str, group: Sequence[ComparisonRecord]) -> Lines:
+def label_lines(label: str, group: Comparisons) -> Lines:
     """What a notebook holds under one label, the last run in full."""
-    last = measurement_of(group[-1])
-    latest = [record for record in group if measurement_of(record) == last]
-    # measured, and perhaps compared once more
-    levels = list({record["concurrency"]: record for record in latest}.values())
+    latest: dict[int, ComparisonRecord] = {}
+    for record in group:
+        if measurement_of(record) == measurement_of(group[-1]):
+            latest[record["concurrency"]] = record  # measured, and perhaps compared once more
+    levels = list(latest.values())
     yield f"## {markdown_words(label)}\n"
     yield from map(markdown_words, map(sentence, levels))
     yield f"\n{RATIO_NOTE}\n"
@@ -8526,13 +8523,13 @@ def latest_lines(record: ComparisonRecord) -> Lines:
     for line in explanation_lines(record):
         yield markdown_words(line.strip())
     yield ""
-    for line in audit_lines([], [record]):
+    for line in audit_lines([record]):
         yield f"- {markdown_words(line)}"
     if record["audit"]:
         yield ""
 
 
-def history_lines(past: Sequence[ComparisonRecord]) -> Lines:
+def history_lines(past: Comparisons) -> Lines:
     """All runs of one label at one concurrency level, oldest first."""
     load, trend = load_words(past[0]["concurrency"]), trend_marks(list(map(ratio_in, past)))
     legend = "change: v lower, ^ higher, = no difference shown, ? unknown"
@@ -8556,10 +8553,8 @@ def csv_report(records: Sequence[Record]) -> str:
     writer = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for record in comparisons_in(records):
-        values = {**record, **record["text_comparison"]}
+        values = {**record, **record["text_comparison"], **(record["speedup"] or {})}
         values["acceptance"] = rate_in(record)
-        if record["speedup"]:
-            values.update(record["speedup"])
         writer.writerow({name: csv_cell(values.get(name)) for name in CSV_COLUMNS})
     return out.getvalue().rstrip("\n")
 
