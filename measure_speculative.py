@@ -356,6 +356,11 @@ def as_dict(value: object) -> JSON:
     return value if isinstance(value, dict) else {}
 
 
+def as_list(value: object) -> list[Any]:
+    """The value if it is a JSON array, else []."""
+    return value if isinstance(value, list) else []
+
+
 def as_number(value: object) -> Optional[float]:
     """A number as a server sent it, else None.
 
@@ -1861,9 +1866,12 @@ class _DeadlineHandler(urllib.request.HTTPHandler):
 def _opener() -> urllib.request.OpenerDirector:
     """urllib without proxies and redirects: a request, and its key, reaches the named host only."""
     opener = urllib.request.OpenerDirector()
-    opener.add_handler(_DeadlineHandler())
-    opener.add_handler(urllib.request.HTTPErrorProcessor())
-    opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
+    for kind in (
+        _DeadlineHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.HTTPDefaultErrorHandler,
+    ):
+        opener.add_handler(kind())
     opener.addheaders = [("User-Agent", f"measure-speculative/{__version__}")]
     return opener
 
@@ -1923,12 +1931,11 @@ def base_urls(url: str, option: str) -> tuple[str, str]:
 
 def same_server(url: str, other: str) -> bool:
     """Whether two http URLs name the same host and port, as a key requires."""
-    return _host_and_port(url) == _host_and_port(other)
-
-
-def _host_and_port(url: str) -> tuple[Optional[str], int]:
-    parts = urllib.parse.urlsplit(url)
-    return parts.hostname, parts.port or 80
+    places = set()
+    for each in (url, other):
+        parts = urllib.parse.urlsplit(each)
+        places.add((parts.hostname, parts.port or 80))
+    return len(places) == 1
 
 
 class Placeholder(str):
@@ -2001,8 +2008,7 @@ def _body_text(error: urllib.error.HTTPError) -> str:
         return "an HTML page"
     text = body.decode("utf-8", "replace")
     with contextlib.suppress(ValueError):
-        value = loads(text)
-        text = said_in(as_dict(value).get("error") or value)
+        text = said_in(loads(text))
     return text
 
 
@@ -2010,8 +2016,9 @@ def _is_html(body: bytes) -> bool:
     return body.lstrip().startswith(b"<")
 
 
-def said_in(error: object) -> str:
-    """The words of an error object, as servers shape it."""
+def said_in(value: object) -> str:
+    """The words of an error, as servers shape it."""
+    error = as_dict(value).get("error") or value
     fields = as_dict(error)
     words = fields.get("message") or fields.get("detail") or error
     if isinstance(words, str):
@@ -2050,8 +2057,9 @@ def body_pieces(response: Response) -> Iterator[bytes]:
 
     IncompleteRead where it was cut, RequestFailed where it is too long or no gzip after all.
     """
-    length = None if response.chunked else response.length
-    left = sys.maxsize if length is None else length
+    left, is_open_ended = response.length, False
+    if left is None:  # chunked, or up to the end of the connection
+        left, is_open_ended = sys.maxsize, True
     total, unpack = 0, None
     while left > 0:
         # read1 returns what has arrived; its own book-keeping of Content-Length differs between
@@ -2073,8 +2081,7 @@ def body_pieces(response: Response) -> Iterator[bytes]:
                 f"sent more than {MAX_BODY_BYTES >> 20} MiB; does its answer stop at --max-tokens?"
             )
         yield piece
-    is_cut = length is not None and left > 0
-    if is_cut or (unpack and not unpack.eof):
+    if (left > 0 and not is_open_ended) or (unpack and not unpack.eof):
         raise http.client.IncompleteRead(b"")
 
 
@@ -2090,23 +2097,18 @@ def exchange(
     RequestFailed says why there is none.
     """
     try:
-        request = _request(url, key, body)
+        request = urllib.request.Request(url)
+        if key:
+            request.add_header("Authorization", f"Bearer {key}")
+        if body is not None:
+            request.data = json.dumps(body).encode()
+            request.add_header("Content-Type", "application/json")
         with contextlib.closing(_opener().open(request, timeout=timeout_s)) as response:
             return read(response)
     except urllib.error.HTTPError as error:
         raise _refusal(error, key) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise RequestFailed(_connection_trouble(error, timeout_s, key)) from None
-
-
-def _request(url: str, key: str, body: Optional[JSON]) -> urllib.request.Request:
-    request = urllib.request.Request(url)
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
-    if body is not None:
-        request.data = json.dumps(body).encode()
-        request.add_header("Content-Type", "application/json")
-    return request
 
 
 def whole_body(response: Response) -> bytes:
@@ -2131,13 +2133,13 @@ def raw_text(url: str, key: str, timeout_s: float) -> tuple[str, http.client.HTT
     return body.decode("utf-8-sig", "replace"), headers
 
 
-def get_json(url: str, key: str, timeout_s: float) -> tuple[Any, http.client.HTTPMessage]:
-    """The JSON value of a GET and the headers, key removed.
+def get_json(url: str, key: str, timeout_s: float) -> Any:
+    """The JSON value of a GET, key removed.
 
     RequestFailed where there is no answer, ValueError where it is no JSON.
     """
-    text, headers = get_text(url, key, timeout_s)
-    return scrubbed(loads(text), key), headers
+    text, _ = get_text(url, key, timeout_s)
+    return scrubbed(loads(text), key)
 
 
 @dataclass
@@ -2201,9 +2203,7 @@ def _pause_after(error: RequestFailed, usual: float) -> float:
     """Seconds to wait: as the server asks in its Retry-After, else as usual."""
     pause = usual
     with contextlib.suppress(ValueError):  # a date is allowed too; the usual pause is as good
-        asked = float(error.retry_after or usual)
-        if math.isfinite(asked):
-            pause = asked
+        pause = finite(error.retry_after or "")
     return min(max(pause, 0.5), MAX_WAIT_S)
 
 
@@ -2389,8 +2389,8 @@ class AnswerBuilder:
         if not complaint and "choices" not in fields and kind in (b"", b"message"):
             complaint = fields.get("message") or fields.get("detail")
         if complaint or "error" in (fields.get("object"), fields.get("type")):
-            words = said_in(fields.get("error") or fields)
-            said = one_line(redacted(f"sent an error instead of an answer: {words}", self.key))
+            words = f"sent an error instead of an answer: {said_in(fields)}"
+            said = one_line(redacted(words, self.key))
             raise RequestFailed(f"{said}; see the server's log")
         self.usage = as_dict(fields.get("usage")) or self.usage
         choices = fields.get("choices")
@@ -2431,9 +2431,7 @@ class AnswerBuilder:
     def _add_tool_calls(self, calls: object) -> bool:
         """Take in parts of tool calls; whether they say anything."""
         came = False
-        if not isinstance(calls, list):
-            return came
-        for call in map(as_dict, calls):
+        for call in map(as_dict, as_list(calls)):
             function = as_dict(call.get("function"))
             name, arguments = _text_of(function.get("name")), function.get("arguments") or ""
             if not isinstance(arguments, str):
@@ -2453,6 +2451,14 @@ class AnswerBuilder:
             return len(token_ids)
         return as_count(self.usage.get("completion_tokens"))
 
+    @property
+    def latency_s(self) -> float:
+        """From the request to the last event that is a part of the answer."""
+        ended_at = self.last_at
+        if not self.done:  # what a stream without [DONE] says behind its usage is no part of it
+            ended_at = min(ended_at, self.told_at)
+        return ended_at - self.started
+
     def answer(self, streamed: bool) -> Answer:
         """The answer so far; RequestFailed where it is not whole."""
         content = self._joined(self.content)
@@ -2464,36 +2470,31 @@ class AnswerBuilder:
             self.statistics["usage_details"] = details
         has_text = bool(content or reasoning or tool_calls)
         tokens, hidden = self._counts(has_text, content, reasoning)
-        latency_s = self.last_at - self.started
-        if not self.done:  # what a stream without [DONE] says behind its usage is no part of it
-            latency_s = min(self.last_at, self.told_at) - self.started
+        count = tokens or 0
         ttft_s = None
-        decode, doubtful = self._told_decode_time(), False
-        if decode:
-            doubtful = self._is_contradicted(tokens, latency_s)
+        decode = self._told_decode_time()
+        doubtful = decode is not None and self._is_contradicted(tokens)
         if streamed and self.first_at is not None:
             ttft_s = self.first_at - self.started
-            decode = decode or self._stream_decode_time(self.first_at, tokens, hidden, latency_s)
+            decode = decode or self._stream_decode_time(self.first_at, count, hidden)
         if decode is None or doubtful:
             decode = DecodeTime()
-        silent = (tokens or 0) - hidden
+        silent = count - hidden
         if has_text or silent <= 2:  # an end token, and what stands around it
             silent = 0
-        prompt_tokens = as_count(self.usage.get("prompt_tokens"))
-        statistics = scrubbed(self.statistics, self.key, shown=one_line)
         return Answer(
             content=content,
             reasoning=reasoning,
             finish_reason=self.finish_reason,
-            latency_s=latency_s,
+            latency_s=self.latency_s,
             ttft_s=ttft_s,
             decode_s=decode.seconds,
             decode_tokens=decode.tokens,
             decode_source=decode.source,
             completion_tokens=tokens,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=as_count(self.usage.get("prompt_tokens")),
             cached_tokens=self._cached_tokens(),
-            statistics=statistics,
+            statistics=scrubbed(self.statistics, self.key, shown=one_line),
             streamed=streamed,
             undecodable=self.undecodable,
             silent_tokens=silent,
@@ -2518,13 +2519,9 @@ class AnswerBuilder:
     def _joined(self, parts: list[str]) -> str:
         """The text, whatever the events in which it came; what is no character as U+FFFD."""
         text = redacted("".join(parts), self.key, SECRET_LENGTH)
-        try:
-            text.encode("utf-8")
-            return text
-        except UnicodeEncodeError:
-            whole = whole_text(text)
-            self.undecodable |= whole.count("\ufffd") > text.count("\ufffd")
-            return whole
+        whole = whole_text(text)
+        self.undecodable |= whole.count("\ufffd") > text.count("\ufffd")
+        return whole
 
     def _joined_calls(self) -> str:
         """The tool calls in order, as one text to compare; "" where there are none."""
@@ -2554,50 +2551,51 @@ class AnswerBuilder:
         if self.unreadable and self.first_at is None:
             raise RequestFailed("sent a stream that cannot be read: no event of it is JSON")
 
+    @property
+    def timings(self) -> JSON:
+        """The times and counts by the server's own clock, as llama.cpp tells them."""
+        return as_dict(self.statistics.get("timings"))
+
     def _cached_tokens(self) -> Optional[int]:
         """Prompt tokens that the server did not have to compute, where it tells them."""
         details = as_dict(self.usage.get("prompt_tokens_details"))
         cached = as_count(details.get("cached_tokens"))
         if cached is None:
-            cached = as_count(as_dict(self.statistics.get("timings")).get("cache_n"))
+            cached = as_count(self.timings.get("cache_n"))
         return cached
 
     def _told_decode_time(self) -> Optional[DecodeTime]:
         """By the server's own clock, None where it does not tell it."""
-        timings = as_dict(self.statistics.get("timings"))
-        told_ms = as_number(timings.get("predicted_ms"))
-        told_tokens = as_count(timings.get("predicted_n"))
-        if told_ms is None or not 1e-6 < told_ms < 1e12:
+        told_ms = as_number(self.timings.get("predicted_ms")) or 0.0
+        told_tokens = as_count(self.timings.get("predicted_n")) or 0
+        if not 1e-6 < told_ms < 1e12 or told_tokens < 2:
             return None
-        if told_tokens is None or told_tokens < 2:
-            return None
-        rate = as_number(timings.get("predicted_per_second")) or 0.0
+        rate = as_number(self.timings.get("predicted_per_second")) or 0.0
         # newer llama.cpp books the first token to the prompt, as its own rate shows; others book
         # it to this time
         is_without_first = abs(rate * told_ms / 1000 - (told_tokens - 1)) < 0.25
         return DecodeTime(told_ms / 1000, told_tokens - is_without_first, "timings")
 
-    def _is_contradicted(self, tokens: Optional[int], latency_s: float) -> bool:
+    def _is_contradicted(self, tokens: Optional[int]) -> bool:
         """Whether the server's timings cannot be of this answer: too long, too short, other tokens.
 
         Seconds for milliseconds made 2000x, ten times the tokens of usage 20x.
         """
-        timings = as_dict(self.statistics.get("timings"))
-        told_s = (as_number(timings.get("predicted_ms")) or 0.0) / 1000
-        if told_s > 1.05 * latency_s + CLOCKS_APART_S:
+        told_s = (as_number(self.timings.get("predicted_ms")) or 0.0) / 1000
+        if told_s > 1.05 * self.latency_s + CLOCKS_APART_S:
             return True
-        told_tokens = as_count(timings.get("predicted_n")) or 0
+        told_tokens = as_count(self.timings.get("predicted_n")) or 0
         if tokens is not None and abs(told_tokens - tokens) > 2 + tokens / 10:
             return True
-        seen_s = latency_s
+        seen_s = self.latency_s
         if self.first_at is not None and self.last_text_at > self.first_at:
             seen_s = self.last_text_at - self.first_at
         else:
-            told_s += (as_number(timings.get("prompt_ms")) or 0.0) / 1000
+            told_s += (as_number(self.timings.get("prompt_ms")) or 0.0) / 1000
         return seen_s > max(CLOCKS_APART_S, WRONG_UNIT * told_s)
 
     def _stream_decode_time(
-        self, first_at: float, tokens: Optional[int], hidden: int, latency_s: float
+        self, first_at: float, tokens: int, hidden: int
     ) -> Optional[DecodeTime]:
         """From the first text to the last, for the tokens after the first text.
 
@@ -2607,11 +2605,11 @@ class AnswerBuilder:
         first_tokens = self.first_tokens or 1
         if first_tokens <= hidden:
             first_tokens += hidden
-        later_tokens = (tokens or 0) - first_tokens
+        later_tokens = tokens - first_tokens
         seconds = self.last_text_at - first_at
         if later_tokens < 1 or seconds <= 0:
             return None
-        if later_tokens * latency_s > 2 * (tokens or 0) * seconds:
+        if later_tokens * self.latency_s > 2 * tokens * seconds:
             return None
         source = "stream" if self.first_tokens else "stream-approximate"
         return DecodeTime(seconds, later_tokens, source)
@@ -3585,7 +3583,7 @@ def side_page(endpoint: Endpoint, path: str) -> Optional[object]:
     """The JSON value of a page beside the API; None where it is guarded, off or not there."""
     with contextlib.suppress(RequestFailed, ValueError):
         side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
-        page: object = get_json(endpoint.root + path, endpoint.key, side_s)[0]
+        page: object = get_json(endpoint.root + path, endpoint.key, side_s)
         return page
     return None
 
@@ -4366,8 +4364,7 @@ def self_agreement(answers: dict[Pair, Answer]) -> Agreement:
     by_prompt: dict[int, list[Pair]] = {}
     for pair in sorted(answers):
         by_prompt.setdefault(pair[0], []).append(pair)
-    compared = identical = warm_compared = warm_identical = 0
-    unstable = set()
+    repeats, warm_repeats, unstable = [], [], set()  # of the first two: whether each was the same
     for prompt, (first, *later) in by_prompt.items():
         cold = answers[first].texts
         warm = first if first[1] > 0 or not later else later[0]
@@ -4375,14 +4372,18 @@ def self_agreement(answers: dict[Pair, Answer]) -> Agreement:
             texts = answers[pair].texts
             if not any(texts + cold):
                 continue  # two empty answers are no evidence
-            compared += 1
-            identical += texts == cold
+            repeats.append(texts == cold)
             if texts != cold:
                 unstable.add(prompt)
             if pair != warm:
-                warm_compared += 1
-                warm_identical += texts == answers[warm].texts
-    return Agreement(compared, identical, warm_compared, warm_identical, frozenset(unstable))
+                warm_repeats.append(texts == answers[warm].texts)
+    return Agreement(
+        compared=len(repeats),
+        identical=sum(repeats),
+        warm_compared=len(warm_repeats),
+        warm_identical=sum(warm_repeats),
+        unstable=frozenset(unstable),
+    )
 
 
 def divergence(
@@ -4428,7 +4429,7 @@ def difference_class(found: Difference) -> str:
     return "different"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Texts:
     """What became of the text, pair by pair: counts of pairs, and each pair that differs."""
 
@@ -4438,7 +4439,7 @@ class Texts:
     failed: int = 0  # a side is missing
     counts_differ: int = 0  # identical texts with different token counts
     sampled: bool = False  # drawn at random: texts that differ are no change
-    divergences: tuple[Divergence, ...] = ()
+    divergences: list[Divergence] = field(default_factory=list)
 
     @property
     def unstable(self) -> int:
@@ -4448,33 +4449,24 @@ class Texts:
 
 def compare_texts(baseline: Run, candidate: Run, unstable: Collection[int]) -> Texts:
     """Pair by pair; `unstable` are the prompts on which the baseline disagrees with itself."""
-    theirs = candidate.answers
-    compared = identical = empty = failed = counts_differ = 0
-    divergences = []
+    texts, theirs = Texts(), candidate.answers
     for reading in baseline.readings:
         own, other = reading.answer, theirs.get(reading.pair)
         if own is None or other is None:
-            failed += 1
+            texts.failed += 1
             continue
         if not any(own.texts + other.texts):
-            empty += 1
+            texts.empty += 1
             continue
-        compared += 1
+        texts.compared += 1
         found = divergence(reading, own, other, reading.prompt_index in unstable)
         if found:
-            divergences.append(found)
+            texts.divergences.append(found)
             continue
-        identical += 1
+        texts.identical += 1
         counts = {own.completion_tokens, other.completion_tokens} - {None}
-        counts_differ += len(counts) > 1
-    return Texts(
-        compared=compared,
-        identical=identical,
-        empty=empty,
-        failed=failed,
-        counts_differ=counts_differ,
-        divergences=tuple(divergences),
-    )
+        texts.counts_differ += len(counts) > 1
+    return texts
 
 
 UNKNOWN_GAP: Triage = {
@@ -4528,12 +4520,9 @@ def _logprobs_of(endpoint: Endpoint, prompt: Prompt, count: int) -> list[JSON]:
         answer = loads(post_chat(endpoint, prompt.messages, extra, whole_body).decode())
     except ValueError:
         raise RequestFailed("no valid JSON came back") from None
-    choices = as_dict(answer).get("choices")
-    first = as_dict(choices[0]) if isinstance(choices, list) and choices else {}
-    told = as_dict(first.get("logprobs"))
-    content = told.get("content")
-    if not isinstance(content, list):
-        content = _from_completions(told)
+    first = next(iter(as_list(as_dict(answer).get("choices"))), None)
+    told = as_dict(as_dict(first).get("logprobs"))
+    content = as_list(told.get("content")) or _from_completions(told)
     if not content:
         raise RequestFailed("the server sends none")
     return cast("list[JSON]", scrubbed(content, "", 6))
@@ -4541,11 +4530,9 @@ def _logprobs_of(endpoint: Endpoint, prompt: Prompt, count: int) -> list[JSON]:
 
 def _from_completions(told: JSON) -> list[JSON]:
     """The same where it comes in the shape of text completions, as from llama-cpp-python."""
-    columns = [told.get(name) for name in ("tokens", "token_logprobs", "top_logprobs")]
-    if not all(isinstance(column, list) for column in columns):
-        return []
+    names = ("tokens", "token_logprobs", "top_logprobs")
     entries = []
-    for token, logprob, listed in zip(*map(cast, itertools.repeat("list[Any]"), columns)):
+    for token, logprob, listed in zip(*[as_list(told.get(name)) for name in names]):
         options = [{"token": name, "logprob": value} for name, value in as_dict(listed).items()]
         entries.append({"token": token, "logprob": logprob, "top_logprobs": options})
     return entries
@@ -4553,8 +4540,9 @@ def _from_completions(told: JSON) -> list[JSON]:
 
 def _token_bytes(entry: JSON) -> bytes:
     raw = entry.get("bytes")
-    if isinstance(raw, list) and all(isinstance(value, int) and 0 <= value < 256 for value in raw):
-        return bytes(raw)
+    if isinstance(raw, list):
+        with contextlib.suppress(TypeError, ValueError):  # not all of them are bytes
+            return bytes(raw)
     return str(entry.get("token") or "").encode("utf-8", "replace")
 
 
@@ -4589,9 +4577,8 @@ def gap_finding(tokens: Sequence[JSON], own: bytes, other: bytes, offset: int) -
     """
     tokens = list(map(as_dict, tokens))
     spelling = _token_bytes
-    if _VOCABULARY_MARK.search(str(tokens)) and not _VOCABULARY_MARK.search(
-        own.decode("utf-8", "replace")
-    ):
+    has_mark = _VOCABULARY_MARK.search
+    if has_mark(str(tokens)) and not has_mark(own.decode("utf-8", "replace")):
         spelling = _vocabulary_bytes
     start = answer_start(b"".join(map(spelling, tokens)), own, offset)
     if start is None:
@@ -4642,20 +4629,21 @@ def _gap_at(entry: JSON, rest: bytes, spelling: Spelling) -> Triage:
         "baseline_token": str(entry.get("token")),
         "at_least": not matching,
     }
-    if not matching and not all(option.is_readable for option in listed):
-        reason = "the other server's token may be one that cannot be read"
-        return {**found, "at_least": False, "reason": reason}
-    last = min(known)
+    other_logprob: Optional[float] = min(known)
     if matching:
         found["speculative_token"] = matching[0].token
-        if matching[0].logprob is None:
-            return {**found, "reason": "the other server's token comes without its probability"}
-        last = matching[0].logprob
-    gap = chosen - last
-    near = abs(gap) <= NEAR_TIE_NATS
-    if near and not matching:
+        other_logprob = matching[0].logprob
+    elif not all(option.is_readable for option in listed):
+        reason = "the other server's token may be one that cannot be read"
+        return {**found, "at_least": False, "reason": reason}
+    if other_logprob is None:
+        return {**found, "reason": "the other server's token comes without its probability"}
+    gap = chosen - other_logprob
+    if abs(gap) > NEAR_TIE_NATS:
+        return {**found, "gap_nats": gap, "finding": "clear-preference"}
+    if not matching:
         return {**found, "reason": "the other server's token is not among those listed"}
-    return {**found, "gap_nats": gap, "finding": "near-tie" if near else "clear-preference"}
+    return {**found, "gap_nats": gap, "finding": "near-tie"}
 
 
 def alternatives(entry: JSON, spelling: Spelling) -> list[Alternative]:
@@ -4663,17 +4651,18 @@ def alternatives(entry: JSON, spelling: Spelling) -> list[Alternative]:
 
     Ollama shows every part of a character as U+FFFD; only an end token has no bytes, and says so.
     """
-    listed = entry.get("top_logprobs")
     known = []
-    for option in map(as_dict, listed if isinstance(listed, list) else []):
+    for option in map(as_dict, as_list(entry.get("top_logprobs"))):
         raw = spelling(option)
-        is_end = not raw and isinstance(option.get("bytes"), list)
+        is_readable = b"\xef\xbf\xbd" not in raw
+        if not raw:
+            is_readable = isinstance(option.get("bytes"), list)
         known.append(
             Alternative(
                 logprob=as_number(option.get("logprob")),
                 raw=raw,
                 token=str(option.get("token")),
-                is_readable=is_end or (bool(raw) and b"\xef\xbf\xbd" not in raw),
+                is_readable=is_readable,
             )
         )
     known.sort(key=lambda each: (each.logprob is not None, each.logprob or 0.0), reverse=True)
@@ -5678,7 +5667,7 @@ def judged_texts(baseline: Arm, candidate: Arm) -> Texts:
     texts = compare_texts(baseline.run, candidate.run, baseline.agreement.unstable)
     if sampling_of(baseline.conditions) is None and sampling_of(candidate.conditions) is None:
         return texts
-    return replace(texts, divergences=(), sampled=True)
+    return replace(texts, divergences=[], sampled=True)
 
 
 def compare_part(
