@@ -586,14 +586,13 @@ def append_records(
     OSError where that fails.  Bytes that are in the file stay as they are; a write that fails
     half-way is taken back.
     """
-    data = b"".join(json_line(record) for record in records)
+    data = b"".join(map(json_line, records))
     with open(path, "a+b", buffering=0) as file, locked(file, say):
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(end - 1)
             if file.read(1) != b"\n":
                 data = b"\n" + data
-        file.seek(0, os.SEEK_END)
         try:
             write_whole(file, data)
         except OSError:
@@ -718,8 +717,7 @@ def load_prompts(paths: Sequence[str]) -> tuple[list[Prompt], list[str]]:
     prompts: list[Prompt] = []
     notes: list[str] = []
     first_turns = 0
-    files = [file for path in paths for file in prompt_files(path)]
-    for file in files:
+    for file in itertools.chain.from_iterable(map(prompt_files, paths)):
         begun = len(prompts)
         for place, value in _prompt_entries(file):
             prompt, is_first_turn = _as_prompt(value, place, file, len(prompts) + 1)
@@ -731,21 +729,19 @@ def load_prompts(paths: Sequence[str]) -> tuple[list[Prompt], list[str]]:
         raise UsageError(
             f"no prompts in {', '.join(paths)}: write one prompt per line, or JSON Lines"
         )
-    if first_turns:
-        verb = "has" if first_turns == 1 else "have"
-        several = f"{plural(first_turns, 'prompt')} {verb} several turns"
-        notes.append(f"{several}; only the first turn is used")
+    if first_turns == 1:
+        notes.append("1 prompt has several turns; only the first turn is used")
+    elif first_turns:
+        notes.append(f"{first_turns} prompts have several turns; only the first turn is used")
     return prompts, notes
 
 
 def notes_on_lines(path: str, prompts: Sequence[Prompt]) -> Iterator[str]:
     """What to say of a text file whose lines look like the parts of one longer text."""
     texts = [str(prompt.messages[0]["content"]) for prompt in prompts]
-    if not 1 < len(texts) < 40:
-        return
-    if sum(map(ends_a_sentence, texts)) * 2 < len(texts):
+    count = len(texts)
+    if 1 < count < 40 and sum(map(ends_a_sentence, texts)) * 2 < count:
         first = one_line(texts[0], TAIL_CHARACTERS)
-        count = len(texts)
         yield f'each of the {count} lines of {path} is a prompt; the first is sent as "{first}"'
 
 
@@ -772,13 +768,13 @@ def kind_of(path: str) -> str:
     """How a prompt file is read, by the ending of its name.  UsageError for any other ending."""
     ending = os.path.splitext(path)[1]
     kind = PROMPT_KINDS.get(ending.lower())
-    if kind is None:
-        known = ", ".join(filter(None, PROMPT_KINDS))
-        raise UsageError(
-            f"{path}: a prompt file is not called {ending}; known are {known}, or no ending (one "
-            "prompt a line)"
-        )
-    return kind
+    if kind:
+        return kind
+    known = ", ".join(filter(None, PROMPT_KINDS))
+    raise UsageError(
+        f"{path}: a prompt file is not called {ending}; known are {known}, or no ending (one "
+        "prompt a line)"
+    )
 
 
 def prompt_files(path: str) -> list[str]:
@@ -789,12 +785,9 @@ def prompt_files(path: str) -> list[str]:
         names = sorted(os.listdir(path))
     except OSError as error:
         raise UsageError(f"cannot read the folder {path}: {error.strerror}") from None
-    files = []
-    for name in names:
-        file = os.path.join(path, name)
-        is_named_so = name.lower().endswith(IN_FOLDERS) and not name.startswith(".")
-        if is_named_so and os.path.isfile(file):
-            files.append(file)
+    names = [name for name in names if name.lower().endswith(IN_FOLDERS) and name[0] != "."]
+    files = [os.path.join(path, name) for name in names]
+    files = list(filter(os.path.isfile, files))
     if not files:
         raise UsageError(f"the folder {path} holds no prompt file ({', '.join(IN_FOLDERS)})")
     return files
@@ -820,12 +813,12 @@ def _prompt_entries(path: str) -> Iterator[tuple[str, object]]:
         return
     read = loads if kind == "lines" else str.strip
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
-        if not line.strip():
-            continue
+        place = f"{path}:{number}"
         try:
-            yield f"{path}:{number}", read(line)
+            if line.strip():
+                yield place, read(line)
         except ValueError as error:
-            raise UsageError(f"{path}:{number}: not JSON: {error}") from None
+            raise UsageError(f"{place}: not JSON: {error}") from None
 
 
 def _table_entries(text: str, path: str) -> Iterator[tuple[str, object]]:
@@ -836,9 +829,8 @@ def _table_entries(text: str, path: str) -> Iterator[tuple[str, object]]:
         asked = next((name for name in ("prompt", "question", "text") if name in heading), None)
         if asked is None:
             raise UsageError(f"{path}:1: no column is called prompt, question or text")
-        begins = rows.line_num + 1
+        place = f"{path}:{rows.line_num + 1}"
         for cells in rows:
-            place, begins = f"{path}:{begins}", rows.line_num + 1
             if len(cells) > len(heading):
                 raise UsageError(
                     f"{place}: more cells than the heading has; is a comma not in quotes?"
@@ -846,7 +838,8 @@ def _table_entries(text: str, path: str) -> Iterator[tuple[str, object]]:
             row = {name: cell for name, cell in zip(heading, cells) if cell.strip()}
             if row:
                 row["prompt"] = row.pop(asked, "")
-                yield place, {name: row[name] for name in TABLE_FIELDS if name in row}
+                yield place, {name: row[name] for name in row if name in TABLE_FIELDS}
+            place = f"{path}:{rows.line_num + 1}"
     except csv.Error as error:
         raise UsageError(f"{path}:{rows.line_num}: not CSV: {error}") from None
 
@@ -883,7 +876,8 @@ def _as_prompt(value: object, place: str, path: str, number: int) -> tuple[Promp
     entry = {name: item for name, item in as_dict(value).items() if item is not None}
     if isinstance(value, str):
         entry = {"prompt": value}
-    messages, is_first_turn = _messages_of(entry, place)
+    turns = _messages_of(entry, place)
+    messages = _first_turn(turns)
     if scrubbed(messages, "", 50) != messages:
         raise UsageError(f'{place}: "messages" is nested too deep')
     if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
@@ -891,24 +885,24 @@ def _as_prompt(value: object, place: str, path: str, number: int) -> tuple[Promp
     stem = os.path.splitext(os.path.basename(path))[0]
     identity = entry.get("id", entry.get("question_id", f"{stem}-{number}"))
     workload = entry.get("workload") or entry.get("category") or stem
-    return Prompt(str(identity), str(workload), tuple(messages)), is_first_turn
+    prompt = Prompt(str(identity), str(workload), tuple(messages))
+    return prompt, len(messages) < len(turns)
 
 
-def _messages_of(entry: JSON, place: str) -> tuple[list[JSON], bool]:
-    """The messages that a prompt of a file stands for, and whether they are the first turn only."""
+def _messages_of(entry: JSON, place: str) -> list[JSON]:
+    """The messages that a prompt of a file stands for, in all of its turns."""
     if "messages" in entry:
-        messages = entry["messages"]
-        if not _are_messages(messages):
+        messages: list[JSON] = entry["messages"]
+        roles = [message.get("role") for message in objects_in(messages)]
+        if not roles or not all(roles):
             raise UsageError(f'{place}: "messages" is not a list of objects with a role')
-        first = _first_turn(messages)
-        return first, len(first) < len(messages)
-    turns = entry.get("turns")
-    if not isinstance(turns, list):
-        turns = []
-    text = turns[0] if turns else entry.get("prompt")
-    if not isinstance(text, str) or not text.strip():
+        return messages
+    texts = entry.get("turns")
+    if not isinstance(texts, list) or not texts:
+        texts = [entry.get("prompt")]
+    if not isinstance(texts[0], str) or not texts[0].strip():
         raise UsageError(f'{place}: no text under "prompt", "messages" or "turns"')
-    return [{"role": "user", "content": text}], len(turns) > 1
+    return [{"role": "user", "content": text} for text in texts]
 
 
 def _first_turn(messages: list[JSON]) -> list[JSON]:
@@ -916,17 +910,12 @@ def _first_turn(messages: list[JSON]) -> list[JSON]:
 
     A client is meant to ask one after the other, and strict templates refuse them together.
     """
-    roles = [message["role"] for message in messages]
-    for number, pair in enumerate(zip(roles, roles[1:]), 1):
-        if pair == ("user", "user"):
+    before = None
+    for number, message in enumerate(messages):
+        if message["role"] == before == "user":
             return messages[:number]
+        before = message["role"]
     return messages
-
-
-def _are_messages(value: object) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(as_dict(message).get("role") for message in value)
 
 
 # ---- engines ------------------------------------------------------------------------------------
@@ -2705,46 +2694,42 @@ def parse_metrics(text: str) -> list[Sample]:
     # not splitlines: label values may hold other line ends
     for raw in text.lstrip("\ufeff").split("\n"):
         line = raw.strip(" \t\r")
-        if line[:1] == "#":
+        if line.startswith("#"):
             words = line.split(None, 3)
             if len(words) == 4 and words[1] == "TYPE":
                 kinds[words[2]] = words[3].strip()
             continue
-        sample = _sample_in(line, kinds)
-        if sample is not None:
-            samples.append(sample)
+        try:
+            samples.append(_sample_in(line, kinds))
+        except ValueError:
+            continue
     return samples
 
 
-def _sample_in(line: str, kinds: Mapping[str, str]) -> Optional[Sample]:
-    """The sample of a line; `kinds` are the types of families that the page has told so far."""
+def _sample_in(line: str, kinds: Mapping[str, str]) -> Sample:
+    """The sample of a line; ValueError where there is none.
+
+    `kinds` are the types of families that the page has told so far.
+    """
     match = _SAMPLE.match(line)
     if match is None:
-        return None
-    name, inside, _, number = match.groups()
-    labels = _labels_in((inside or "").strip())
-    if labels is None:
-        return None
-    try:
-        value = float(number)
-    except ValueError:
-        return None
+        raise ValueError
+    name, inside, _, number = match.groups("")
+    labels = _labels_in(inside.strip())
     kind = kinds.get(name) or kinds.get(_PARTS.sub("", name), "unknown")
     series = line[: match.start(4)].strip()
-    return Sample(name, tuple(sorted(labels)), value, kind, series)
+    return Sample(name, tuple(sorted(labels)), float(number), kind, series)
 
 
-def _labels_in(inside: str) -> Optional[list[tuple[str, str]]]:
-    """The labels between the braces; None where something else stands there."""
-    labels = []
+def _labels_in(inside: str) -> Iterator[tuple[str, str]]:
+    """The labels between the braces; ValueError where something else stands there."""
     end = 0
     while end < len(inside):
         match = _LABEL.match(inside, end)
         if match is None:
-            return None
-        labels.append((match[1], _unescaped(match[2])))
+            raise ValueError
+        yield match[1], _unescaped(match[2])
         end = match.end()
-    return labels
 
 
 def _unescaped(raw: str) -> str:
@@ -2805,10 +2790,10 @@ def snapshot_of(text: str, headers: http.client.HTTPMessage, model: str) -> Snap
         return Snapshot(None, "the page holds no Prometheus samples")
     reads = known_to(ENGINES).reads
     wanted = [s for s in page if as_number(s.value) is not None and reads(s.name)]
-    models = {s.label("model_name", "model") for s in wanted} - {None, ""}
+    models = set(filter(None, (s.label("model_name", "model") for s in wanted)))
     if len(models) > 1:
         if model not in models:
-            listed = ", ".join(sorted(filter(None, models)))
+            listed = ", ".join(sorted(models))
             words = f"the page counts several models ({listed}), none named {model}"
             return Snapshot(None, words)
         wanted = [s for s in wanted if s.label("model_name", "model") in (None, model)]
@@ -2881,36 +2866,45 @@ def counter_growth(before: Snapshot, after: Snapshot, received: Optional[int] = 
     """
     if before.samples is None or after.samples is None:
         return Growth(None, before.unavailable or after.unavailable)
-    old = {s.identity: s.value for s in before.samples if is_counter(s)}
-    new = {s.identity: s for s in after.samples if is_counter(s)}
-    lost = any(value > 0 and key not in new for key, value in old.items())
-    fell = any(s.value < old.get(key, 0.0) for key, s in new.items())
-    if lost or fell or _is_other_process(before, after):
+    old = {key: s.value for key, s in counters_of(before).items()}
+    new = counters_of(after)
+    grown = tuple(_grown(s, old.get(key, 0.0)) for key, s in new.items())
+    lost = any(value > 0 for key, value in old.items() if key not in new)
+    if lost or any(s.value < 0 for s in grown) or _is_other_process(before, after):
         words = "counters were reset during the run: the server was restarted"
         return Growth(None, words, reset=True)
-    growth = Growth(tuple(_grown(s, old.get(key, 0.0)) for key, s in new.items()))
-    if _is_born(before, growth, received):
-        return growth
+    if _is_born(before, grown, received):
+        return Growth(grown)
     words = "counters appeared in the middle, and since when they count is not known"
     return Growth(None, words)
 
 
-def _is_born(before: Snapshot, growth: Growth, received: Optional[int]) -> bool:
+def _is_born(before: Snapshot, grown: Sequence[Sample], received: Optional[int]) -> bool:
     """Whether counters that were not there before can have begun at 0 meanwhile.
 
     Each step and each accepted token is one of the tokens made meanwhile.  Of drafts there may be
     more: they began with the others.
     """
-    there = {s.name for s in before.samples or ()}
     known = known_to(ENGINES)
-    counts = {*known.counters, *known.drafted}
-    grown = [s for s in growth.samples or () if s.value]
-    new = [s for s in grown if s.name not in there]
-    new = [s for s in new if s.name.removesuffix("_total") in counts or s.name in known.generated]
-    made = generated_tokens(Growth(tuple(s for s in grown if s.name in there)))
-    limit = received if made is None else made
-    tested = [s for s in new if s.name.removesuffix("_total") not in known.drafted] or new
-    return all(limit is not None and s.value <= limit for s in tested)
+    there = {s.name for s in before.samples or ()}
+    old: list[Sample] = []
+    drafted: list[float] = []
+    others: list[float] = []
+    for s in grown:
+        name = s.name.removesuffix("_total")
+        if not s.value:
+            continue
+        if s.name in there:
+            old.append(s)
+        elif name in known.drafted:
+            drafted.append(s.value)
+        elif name in known.counters or s.name in known.generated:
+            others.append(s.value)
+    limit = generated_tokens(Growth(tuple(old)))
+    if limit is None:
+        limit = received
+    tested = others or drafted
+    return not tested or (limit is not None and max(tested) <= limit)
 
 
 def _is_other_process(before: Snapshot, after: Snapshot) -> bool:
@@ -2932,9 +2926,11 @@ def block_growth(before: Snapshot, after: Snapshot, received: Optional[int]) -> 
     """The growth around a block; void also where it cannot be that of the tokens received."""
     growth = counter_growth(before, after, received)
     generated = generated_tokens(growth)
-    made = received if generated is None else generated
+    made = generated
+    if made is None:
+        made = received
     told = acceptance_of_counters(growth, 0)
-    if told and told.accepted is not None and made is not None and told.accepted > made:
+    if told and made is not None and (told.accepted or 0) > made:
         words = f"counters show {told.accepted} draft tokens accepted where {made:.0f} were made"
         return Growth(None, words)
     if generated is None or received is None or generated >= received * (1 - FOREIGN_SHARE):
@@ -2962,8 +2958,8 @@ def added_growth(parts: Sequence[Growth]) -> Growth:
 
 def position_of(sample: Sample) -> Optional[int]:
     """The draft position that a per-position series counts, 0-based."""
-    text = sample.label("position", "token_position")
-    if text is None or not re.fullmatch(r"[0-9]{1,4}", text):
+    text = sample.label("position", "token_position") or ""
+    if not re.fullmatch("[0-9]{1,4}", text):
         return None
     return int(text)
 
@@ -2991,9 +2987,9 @@ def settled_snapshot(
     return after
 
 
-def counters_of(page: Snapshot) -> list[Sample]:
-    """The counters of a page as they stand."""
-    return [sample for sample in page.samples or () if is_counter(sample)]
+def counters_of(page: Snapshot) -> dict[object, Sample]:
+    """The counters of a page as they stand, by their identity."""
+    return {s.identity: s for s in page.samples or () if is_counter(s)}
 
 
 def generated_tokens(growth: Growth) -> Optional[float]:
@@ -3007,16 +3003,12 @@ def generated_tokens(growth: Growth) -> Optional[float]:
 
 def _by_series(samples: Iterable[Sample]) -> dict[str, float]:
     """The values of the speculation series under the server's own names, positions by number."""
-    kept = sorted((s for s in samples if _SPECULATION.match(s.name)), key=_place)
+    kept = [s for s in samples if _SPECULATION.match(s.name)]
+    kept.sort(key=lambda s: (s.name, position_of(s) or 0, s.series))
     told = {}
     for s in kept:
         told[one_line(s.series, 1000)] = int(s.value) if s.value == int(s.value) else s.value
     return told
-
-
-def _place(sample: Sample) -> tuple[str, int, str]:
-    position = position_of(sample)
-    return sample.name, -1 if position is None else position, sample.series
 
 
 def spec_delta(growth: Growth) -> Optional[dict[str, float]]:
@@ -3119,28 +3111,23 @@ def acceptance_of_names(
     """What counters of these names tell of the drafts of `answers` answers; None without them."""
     if names.derive:
         return names.derive(names, samples, answers)
-    if not any(s.name.startswith(names.stem) for s in samples):
+    stem = names.stem
+    if not any(s.name.startswith(stem) for s in samples):
         return None
     # what an engine lacks is called "" there, and no series has the stem alone as its name
-    steps = counted_by(samples, names.stem + names.steps)
-    drafted = counted_by(samples, names.stem + names.drafted)
-    accepted = counted_by(samples, names.stem + names.accepted)
-    positions = counted_by_position(samples, names.stem + names.positions)
-    emitted = counted_by(samples, names.stem + names.emitted)
+    steps = counted_by(samples, stem + names.steps)
+    drafted = counted_by(samples, stem + names.drafted)
+    accepted = counted_by(samples, stem + names.accepted)
+    positions = counted_by_position(samples, stem + names.positions)
+    emitted = counted_by(samples, stem + names.emitted)
     if emitted is not None and accepted is not None:
         steps = emitted - accepted
     if positions and names.sums_positions:
         accepted = sum(positions)
-    drafted_by_position = counted_by_position(samples, names.stem + names.drafted_positions)
+    drafted_by_position = counted_by_position(samples, stem + names.drafted_positions)
     if drafted_by_position is not None:
         drafted = sum(drafted_by_position)
-    found = Acceptance(
-        source="metrics",
-        steps=steps,
-        drafted=drafted,
-        accepted=accepted,
-        per_position=positions,
-    )
+    found = Acceptance("metrics", steps, drafted, accepted, positions)
     is_whole = all(getattr(found, name) is not None for name in names.needs)
     return found if is_whole else None
 
@@ -3177,19 +3164,11 @@ def added_acceptance(parts: Sequence[Acceptance]) -> Optional[Acceptance]:
     positions = None
     if len(columns) == len(parts):
         positions = tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0)))
-
-    def total(name: str) -> Optional[int]:
-        return sum_known(getattr(part, name) for part in parts)
-
+    counts: JSON = {}
+    for name in ("steps", "drafted", "accepted", "rejections"):
+        counts[name] = sum_known(getattr(part, name) for part in parts)
     source = "+".join(dict.fromkeys(part.source for part in parts))
-    return Acceptance(
-        source=source,
-        steps=total("steps"),
-        drafted=total("drafted"),
-        accepted=total("accepted"),
-        per_position=positions,
-        rejections=total("rejections"),
-    )
+    return Acceptance(source, per_position=positions, **counts)
 
 
 def joined_acceptance(
@@ -3204,7 +3183,7 @@ def joined_acceptance(
     for name in ("drafted", "accepted", "steps"):
         told = getattr(answers, name)
         counted = getattr(counters, name)
-        if told is None or counted is None:
+        if None in (told, counted):
             continue
         if abs(told - counted) > FOREIGN_SHARE * max(told, counted, 100):
             return answers, f"the answers tell {told} {name}, the counters {counted}"
@@ -3213,9 +3192,9 @@ def joined_acceptance(
         counted = getattr(counters, name)
         if getattr(answers, name) is None and counted is not None:
             missing[name] = counted
-    if not missing:
-        return answers, None
-    return replace(answers, source=f"{answers.source}+{counters.source}", **missing), None
+    if missing:
+        missing["source"] = f"{answers.source}+{counters.source}"
+    return replace(answers, **missing), None
 
 
 def target_steps(acceptance: Acceptance) -> Optional[int]:
@@ -3336,13 +3315,12 @@ def acceptance_record(acceptance: Optional[Acceptance]) -> Optional[AcceptanceRe
         return None
     steps = acceptance.steps
     accepted = acceptance.accepted
-    per_step = ratio_of(accepted, steps)
     rate = ratio_of(accepted, acceptance.drafted)
     mean_length = per_target_step = per_position = None
-    if acceptance.per_position and steps:
+    if steps and acceptance.per_position:
         per_position = [count / steps for count in acceptance.per_position]
-    if per_step is not None:
-        mean_length = 1 + per_step
+    if steps and accepted is not None:
+        mean_length = 1 + accepted / steps
     if acceptance.tokens is not None:
         decoded = acceptance.tokens - acceptance.answers
         per_target_step = ratio_of(decoded, target_steps(acceptance))
@@ -3376,8 +3354,7 @@ def check_secrets(words: Sequence[str]) -> None:
     models = [*values.get("--model", ()), *values.get("--speculative-model", ())]
     for variable in values["--api-key-env"]:
         key = set_key(variable)
-        is_placeholder = any(is_part(key, model) for model in models)
-        if is_placeholder or len(key) < SECRET_LENGTH:
+        if len(key) < SECRET_LENGTH or any(is_part(key, model) for model in models):
             continue
         if any(key in word for word in words):
             raise UsageError(
@@ -3531,7 +3508,7 @@ def reached(endpoint: Endpoint, say: Say) -> Listing:
     ask = functools.partial(raw_text, url, endpoint.key, side_s)
     try:
         (text, headers), _ = patiently(ask, say, endpoint.name, endpoint.patience)
-        page = loads(text)
+        listed = as_dict(loads(text)).get("data")
     except RequestFailed as error:
         if error.status in (401, 403):
             raise UsageError(f"{endpoint.name}: {error}; {key_words(endpoint)}") from None
@@ -3541,24 +3518,19 @@ def reached(endpoint: Endpoint, say: Say) -> Listing:
     except ValueError:  # no list of models: the first request will tell
         return Listing()
     banner = headers.get("Server") or ""
-    listed = as_dict(page).get("data")
-    if not isinstance(listed, list):
-        return Listing(banner=banner)
-    return Listing(tuple(map(as_dict, listed)), banner, is_there=True)
+    return Listing(tuple(objects_in(listed)), banner, is_there=isinstance(listed, list))
 
 
 def chosen_model(arm: ArmSettings, listing: Listing, endpoint: Endpoint) -> str:
     """The model that the user named, else the only one listed.  UsageError where there is none."""
     if arm.model:
         return arm.model
-    served = listing.served
-    if len(served) == 1:
-        return served[0]
-    if served:
+    count = len(listing.served)
+    if count == 1:
+        return listing.served[0]
+    if count:
         listed = ", ".join(listing.shown(endpoint.key).served)
-        raise UsageError(
-            f"{endpoint.name} lists {len(served)} models; name one with --model: {listed}"
-        )
+        raise UsageError(f"{endpoint.name} lists {count} models; name one with --model: {listed}")
     if listing.is_there:
         raise UsageError(f"{endpoint.name} lists no models; load one, or name it with --model")
     raise UsageError(
@@ -3576,10 +3548,10 @@ def marked(key: str, model: Optional[str]) -> str:
 
 def is_part(key: str, model: Optional[str]) -> bool:
     """Whether the key is a part of a model's name, but not all of it, which is an echo."""
-    return model is not None and key in model and key != model
+    return key in (model or "") and key != model
 
 
-def side_page(endpoint: Endpoint, path: str) -> Optional[object]:
+def side_page(endpoint: Endpoint, path: str) -> object:
     """The JSON value of a page beside the API; None where it is guarded, off or not there."""
     with contextlib.suppress(RequestFailed, ValueError):
         side_s = min(endpoint.timeout_s, SIDE_TIMEOUT_S)
@@ -3596,13 +3568,14 @@ def identify(endpoint: Endpoint, listing: Listing) -> Identity:
         owner = str(owner)
     engine = recognised(listing.banner, owner, is_listed=bool(entry))
     for row in ENGINES:
-        if row.version is None or engine not in (UNKNOWN, row):
+        version = row.version
+        if version is None or engine not in (UNKNOWN, row):
             continue
-        page = as_dict(side_page(endpoint, row.version.path))
-        if row.version.is_told_by(page):
-            if row.version.names_engine:
+        page = as_dict(side_page(endpoint, version.path))
+        if version.is_told_by(page):
+            if version.names_engine:
                 engine = row
-            return Identity(engine, one_line(str(page[row.version.field])), page)
+            return Identity(engine, one_line(str(page[version.field])), page)
     return Identity(engine)
 
 
@@ -3617,12 +3590,19 @@ def about_of(endpoint: Endpoint, identity: Identity, entry: JSON) -> About:
     quantization = told.get("model_ftype") or meta.get("ftype")
     quantization = quantization or told.get("quantization") or arguments.get("quantization")
     slots = as_count(told.get("total_slots"))
-    cache_tokens = _tokens_of_slots(endpoint, identity.engine) or None
-    if cache_tokens is None and context and slots:
-        cache_tokens = context * slots
+    cache_tokens = None
+    if identity.engine.slots_page:
+        each = objects_in(side_page(endpoint, identity.engine.slots_page))
+        cache_tokens = sum_known(as_count(slot.get("n_ctx")) for slot in each)
+    if not cache_tokens:
+        cache_tokens = (context or 0) * (slots or 0) or None
     tensor_parallel = as_count(told.get("tp_size") or arguments.get("tp_size"))
+    # tokens a verification step since the server was started, of the first of its processes
+    processes = objects_in(told.get("internal_states")) or [{}]
+    lifetime_accept_length = as_number(processes[0].get("avg_spec_accept_length"))
+    file = model_file(told, as_dict(entry.get("status")).get("args"))
     model = {
-        "model_file": model_file(told, as_dict(entry.get("status")).get("args")),
+        "model_file": file,
         "model_bytes": as_count(meta.get("size")),
         "parameters": as_count(meta.get("n_params")),
         "root": last_part(entry.get("root")),
@@ -3634,7 +3614,7 @@ def about_of(endpoint: Endpoint, identity: Identity, entry: JSON) -> About:
         "cache_tokens": cache_tokens,
         "slots": slots,
         "tensor_parallel": tensor_parallel,
-        "lifetime_accept_length": _lifetime_accept_length(told.get("internal_states")),
+        "lifetime_accept_length": lifetime_accept_length,
     }
     known = {name: value for name, value in about.items() if value is not None}
     return cast(About, scrubbed(known, "", shown=one_line))
@@ -3661,21 +3641,11 @@ def last_part(path: object) -> Optional[str]:
     return re.split(r"[/\\\\]", path.rstrip("/\\"))[-1] or None
 
 
-def _lifetime_accept_length(states: object) -> Optional[float]:
-    """Tokens a verification step since the server was started, of the first of its processes."""
-    if not isinstance(states, list) or not states:
-        return None
-    return as_number(as_dict(states[0]).get("avg_spec_accept_length"))
-
-
-def _tokens_of_slots(endpoint: Endpoint, engine: Engine) -> Optional[int]:
-    """The capacity of the cache in tokens, where the engine has a page of its slots."""
-    if not engine.slots_page:
-        return None
-    slots = side_page(endpoint, engine.slots_page)
-    if not isinstance(slots, list) or not slots:
-        return None
-    return sum_known(as_count(as_dict(slot).get("n_ctx")) for slot in slots)
+def objects_in(value: object) -> list[JSON]:
+    """The objects of a list as a server sent it; none where it is no list."""
+    if not isinstance(value, list):
+        return []
+    return list(map(as_dict, value))
 
 
 def memory_of(snapshot: Snapshot) -> About:
@@ -3685,10 +3655,10 @@ def memory_of(snapshot: Snapshot) -> About:
         if sample.name == "process_resident_memory_bytes":
             told["resident_bytes"] = int(sample.value)
         elif sample.name in known_to(ENGINES).memory:
-            blocks = sample.label("num_gpu_blocks") or ""
-            size = sample.label("block_size") or ""
-            if re.fullmatch("[0-9]{1,9}", blocks) and re.fullmatch("[0-9]{1,9}", size):
-                told["cache_tokens"] = told.get("cache_tokens", 0) + int(blocks) * int(size)
+            size = f"{sample.label('num_gpu_blocks')} x {sample.label('block_size')}"
+            found = re.fullmatch("([0-9]{1,9}) x ([0-9]{1,9})", size)
+            if found:
+                told["cache_tokens"] = told.get("cache_tokens", 0) + int(found[1]) * int(found[2])
     return told
 
 
@@ -3704,8 +3674,8 @@ def find_metrics(endpoint: Endpoint) -> tuple[Endpoint, Snapshot]:
         model = urllib.parse.quote(endpoint.model, safe="", errors="replace")
         others = [f"{page}?model={model}"]
     elif snapshot.reason == IS_JSON:
-        paths = [row.metrics_page for row in ENGINES if row.metrics_page != UNKNOWN.metrics_page]
-        others = [endpoint.root + path for path in dict.fromkeys(paths)]
+        paths = dict.fromkeys(row.metrics_page for row in ENGINES)
+        others = [endpoint.root + path for path in paths if path != UNKNOWN.metrics_page]
     for url in others:
         second = replace(endpoint, metrics_url=url)
         found = metrics_snapshot(second)
@@ -3738,11 +3708,16 @@ def findings_at_start(endpoint: Endpoint, snapshot: Snapshot, say: Say) -> list[
 class WarmUp:
     """What came of one arm's discarded requests: the last answer, and what its server counted."""
 
+    server: Server
     answer: Optional[Answer]
     received: Optional[int]  # tokens of all of them
     failed: bool  # whether one of them brought no answer
     after: Snapshot
-    growth: Growth
+
+    @functools.cached_property
+    def growth(self) -> Growth:
+        """What the counters grew by since the preflight."""
+        return counter_growth(self.server.snapshot, self.after)
 
     @property
     def drafted(self) -> Optional[bool]:
@@ -3762,16 +3737,11 @@ def counted_warm_up(server: Server, readings: Sequence[Reading]) -> WarmUp:
     after = server.snapshot
     if after.samples is not None and received:
         after = settled_snapshot(server.endpoint, after, received, failed)
-    return WarmUp(
-        answer=answers[-1] if answers else None,
-        received=received,
-        failed=failed,
-        after=after,
-        growth=counter_growth(server.snapshot, after),
-    )
+    last = answers[-1] if answers else None
+    return WarmUp(server=server, answer=last, received=received, failed=failed, after=after)
 
 
-def server_numbers(servers: Sequence[Server], warm_ups: Sequence[WarmUp]) -> list[int]:
+def server_numbers(warm_ups: Sequence[WarmUp]) -> list[int]:
     """The same number for arms that are one server.
 
     They have one address and ask for one model, or their counters show both arms' warm-up.  An
@@ -3779,24 +3749,22 @@ def server_numbers(servers: Sequence[Server], warm_ups: Sequence[WarmUp]) -> lis
     servers together.
     """
     numbers: list[int] = []
-    sides = list(zip(servers, warm_ups))
-    for side in sides:
-        same = [n for n, other in zip(numbers, sides) if _is_one(other, side)]
+    for warm_up in warm_ups:
+        same = [n for n, other in zip(numbers, warm_ups) if _is_one(other, warm_up)]
         numbers.append(same[0] if same else len(numbers))
     return numbers
 
 
-def _is_one(a: tuple[Server, WarmUp], b: tuple[Server, WarmUp]) -> bool:
+def _is_one(a: WarmUp, b: WarmUp) -> bool:
     """Whether two arms have one server."""
-    ends = [server.endpoint for server, _ in (a, b)]
-    if (ends[0].api, ends[0].model) == (ends[1].api, ends[1].model):
+    one, other = a.server.endpoint, b.server.endpoint
+    if (one.api, one.model) == (other.api, other.model):
         return True
-    (_, mine), (_, theirs) = a, b
-    process = mine.after.process
-    if theirs.after.process != process:
+    process = a.after.process
+    if b.after.process != process:
         return False
-    both = (mine.received or 0) + (theirs.received or 0)
-    counted = [generated_tokens(warm_up.growth) or 0 for warm_up in (mine, theirs)]
+    both = (a.received or 0) + (b.received or 0)
+    counted = [generated_tokens(warm_up.growth) or 0 for warm_up in (a, b)]
     is_like = process is not None or counted[0] == counted[1]
     return is_like and min(counted) > 0.75 * both > 0
 
@@ -3943,8 +3911,9 @@ def make_plan(
     for arm in range(arms):
         for block in blocks:
             shots = tuple(shot for shot in block.shots if shot.arm == arm)
-            parts.append(Block(block.workload, shots))
-    return [part for part in parts if part.shots]
+            if shots:
+                parts.append(Block(block.workload, shots))
+    return parts
 
 
 def rotated(arms: int, by: int) -> list[tuple[int, int]]:
@@ -3981,26 +3950,22 @@ def loaded_round(groups: Groups, arms: int, round_: int, concurrency: int) -> li
     return blocks
 
 
+@dataclass
 class Recorder:
     """Where readings go as they are taken: kept, written to the run file, and shown as progress.
 
     `clock` gives seconds from any start; the loop times its blocks with it.
     """
 
-    def __init__(
-        self,
-        say: Say,
-        file: Optional[BinaryIO] = None,
-        show: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.say = say
-        self.file = file
-        self.show = show
-        self.clock = clock
-        self.trouble: Optional[str] = None
-        self.gave_up = False
-        self.answered = 0  # over all levels
+    say: Say
+    file: Optional[BinaryIO] = None
+    show: bool = False
+    clock: Callable[[], float] = time.perf_counter
+    trouble: Optional[str] = None
+    gave_up: bool = False
+    answered: int = 0  # over all levels
+
+    def __post_init__(self) -> None:
         self.begin((), 0)
 
     def begin(self, headers: Iterable[Conditions], total: int) -> None:
@@ -4274,9 +4239,10 @@ def count_block(
     """What the server counted around a block, read once its counters have settled."""
     answers = [reading.answer for reading in taken if reading.answer]
     tokens = sum_known(answer.completion_tokens for answer in answers)
+    failed = len(taken) - len(answers)
     after = before
     if before.samples is not None:
-        after = settled_snapshot(endpoint, before, tokens, failed=len(answers) < len(taken))
+        after = settled_snapshot(endpoint, before, tokens, failed > 0)
     return Counted(
         arm=endpoint.arm,
         workload=block.workload,
@@ -4285,7 +4251,7 @@ def count_block(
         after=after,
         tokens=tokens,
         answers=sum(answer.completion_tokens != 0 for answer in answers),
-        failed=len(taken) - len(answers),
+        failed=failed,
         elapsed_s=elapsed_s,
         waiting=waiting,
     )
@@ -4301,9 +4267,9 @@ def warm_up(endpoints: Sequence[Endpoint], count: int, say: Say) -> list[list[Re
     text = "Count from one to twenty in words, separated by commas."
     prompt = Prompt("warm-up", "warm-up", ({"role": "user", "content": text},))
     for _ in range(count):
-        for number, endpoint in enumerate(endpoints):
-            reading = take_reading(endpoint, prompt, Shot(number, 0, 0, 0), say, is_first=True)
-            readings[number].append(reading)
+        for endpoint, kept in zip(endpoints, readings):
+            reading = take_reading(endpoint, prompt, Shot(0, 0, 0, 0), say, is_first=True)
+            kept.append(reading)
             if reading.error:
                 say(f"warm-up: {reading.error}")
     return readings
@@ -7012,7 +6978,7 @@ def warmed_up(settings: Settings, servers: Sequence[Server], say: Say) -> Warmed
     """Send the discarded requests.  Where a stream carries no token count, nothing is streamed."""
     readings = warm_up([server.endpoint for server in servers], settings.warmup, say)
     warm_ups = tuple(map(counted_warm_up, servers, readings))
-    hosts = tuple(server_numbers(servers, warm_ups))
+    hosts = tuple(server_numbers(warm_ups))
     answers = [warm.answer for warm in warm_ups]
     streamed = [answer for answer in answers if answer and answer.streamed]
     if all(answer.completion_tokens is not None for answer in streamed):
