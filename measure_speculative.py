@@ -6332,7 +6332,7 @@ def endpoint_record(arm: Arm, label: str) -> EndpointRecord:
     }
 
 
-def temperature_in(sampling: Optional[JSON]) -> object:
+def temperature_in(sampling: Optional[Mapping[str, object]]) -> object:
     """The temperature in force; None where it is the server's own."""
     return 0.0 if sampling is None else sampling.get("temperature")
 
@@ -6871,10 +6871,9 @@ class Keeping:
     label: str
     labbook: str
     min_gain: float
-    fail_on: tuple[str, ...]
+    fail_on: Sequence[str]
     quiet: bool
     divergence_report: Optional[str]
-    include_prompts: bool
     command: str  # the command line, redacted, for the bug report
 
 
@@ -6882,9 +6881,9 @@ class Keeping:
 class Warmed:
     """The servers after their warm-up, and what it told of them."""
 
-    servers: tuple[Server, ...]
-    hosts: tuple[int, ...]  # the same number for arms that are one server
-    warm_ups: tuple[WarmUp, ...]
+    servers: Sequence[Server]
+    hosts: Sequence[int]  # the same number for arms that are one server
+    warm_ups: Sequence[WarmUp]
     findings: list[Finding]
 
 
@@ -6898,8 +6897,11 @@ def conditions_of(
     server, host = warmed.servers[number], warmed.hosts[number]
     endpoint = server.endpoint
     own = {*endpoint.engine.asks, *settings.own_fields}
-    bodies = {arm.name: arm.body for arm in settings.arms}
-    engine, version = settings.engine, settings.engine_version
+    engine, version = endpoint.engine.name, server.version
+    if settings.engine != "unknown":
+        engine = one_line(settings.engine)
+    if settings.engine_version != "unknown":
+        version = one_line(settings.engine_version)
     return {
         "schema": SCHEMA,
         "run_id": run_id,
@@ -6907,12 +6909,12 @@ def conditions_of(
         "base_url": endpoint.api,
         "metrics_url": redacted(endpoint.metrics_url or "", endpoint.key) or None,
         "model": one_line(endpoint.shown_model),
-        "engine": endpoint.engine.name if engine == "unknown" else one_line(engine),
-        "engine_version": server.version if version == "unknown" else one_line(version),
+        "engine": engine,
+        "engine_version": version,
         "server": server.about,
         "findings": server.findings + warmed.findings,
         "request": without(endpoint.request, own),
-        "arm_extras": bodies[endpoint.arm],
+        "arm_extras": settings.arms[number].body,
         "sampling": sampling_in(endpoint.request),
         "stream": endpoint.stream,
         "prompts": [prompt_ref(prompt) for prompt in settings.prompts],
@@ -6977,12 +6979,12 @@ def this_host() -> Host:
 def warmed_up(settings: Settings, servers: Sequence[Server], say: Say) -> Warmed:
     """Send the discarded requests.  Where a stream carries no token count, nothing is streamed."""
     readings = warm_up([server.endpoint for server in servers], settings.warmup, say)
-    warm_ups = tuple(map(counted_warm_up, servers, readings))
-    hosts = tuple(server_numbers(warm_ups))
+    warm_ups = list(map(counted_warm_up, servers, readings))
+    hosts = server_numbers(warm_ups)
     answers = [warm.answer for warm in warm_ups]
     streamed = [answer for answer in answers if answer and answer.streamed]
     if all(answer.completion_tokens is not None for answer in streamed):
-        return Warmed(tuple(servers), hosts, warm_ups, [])
+        return Warmed(servers, hosts, warm_ups, [])
     words = (
         "a server's streamed answers carry no token count, so all servers are measured without "
         "streaming"
@@ -6992,7 +6994,7 @@ def warmed_up(settings: Settings, servers: Sequence[Server], say: Say) -> Warmed
     for server in servers:
         endpoint = replace(server.endpoint, stream=False)
         plain.append(replace(server, endpoint=endpoint))
-    return Warmed(tuple(plain), hosts, warm_ups, [finding("usage-missing", words)])
+    return Warmed(plain, hosts, warm_ups, [finding("usage-missing", words)])
 
 
 def await_counters(warmed: Warmed) -> None:
@@ -7001,11 +7003,12 @@ def await_counters(warmed: Warmed) -> None:
     Before the first level that is the warm-up.
     """
     for server, host in zip(warmed.servers, warmed.hosts):
+        if server.snapshot.samples is None:
+            continue
         own = [warm for warm, number in zip(warmed.warm_ups, warmed.hosts) if number == host]
         tokens = sum_known(warm.received for warm in own)
-        if server.snapshot.samples is not None:
-            failed = any(warm.failed for warm in own)
-            settled_snapshot(server.endpoint, server.snapshot, tokens, failed)
+        failed = any(warm.failed for warm in own)
+        settled_snapshot(server.endpoint, server.snapshot, tokens, failed)
 
 
 def known_beforehand(planned: Sequence[Run], warm_ups: Sequence[WarmUp]) -> Iterator[str]:
@@ -7058,16 +7061,13 @@ def measure_levels(
                 for words in known_beforehand(planned, warmed.warm_ups):
                     recorder.say(words)
             interrupted = carry_out(settings, warmed, planned, recorder)
-        except KeyboardInterrupt:
-            if not measured:
-                raise
-            interrupted = True
-            break
-        except MeasureError as error:
+        except (KeyboardInterrupt, MeasureError) as error:
             if not measured:
                 raise
             # the levels before it are kept
-            recorder.note_trouble(str(error))
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if not interrupted:
+                recorder.note_trouble(str(error))
             break
         measured.append([recorded(run, recorder, interrupted) for run in planned])
         if interrupted:
@@ -7095,8 +7095,9 @@ def judged_levels(
                 triage_texts(level, warmed.servers[0].endpoint, settings, recorder, known)
     except KeyboardInterrupt:  # all is measured: it must not be lost
         interrupted = True
-    results = [result_of(level, judging, known) for level, known in zip(levels, triage)]
-    told = [Measured(result, runs, False) for result, runs in zip(results, measured)]
+    told = []
+    for level, known, runs in zip(levels, triage, measured):
+        told.append(Measured(result_of(level, judging, known), runs, False))
     told[-1] = replace(told[-1], interrupted=interrupted and not recorder.gave_up)
     return told
 
@@ -7163,10 +7164,17 @@ def triage_texts(
             recorder.write({"kind": "triage", "arm": arm, "prompt_index": index, "triage": gap})
 
 
-def new_run_file(path: str) -> BinaryIO:
-    """Open it unbuffered.  UsageError if it cannot be made, or exists and may hold a run."""
+@contextlib.contextmanager
+def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
+    """The run file, new and unbuffered, as long as the block lasts; None where no path is given.
+
+    UsageError if it cannot be made, or exists and may hold a run.
+    """
+    if path is None:
+        yield None
+        return
     try:
-        return open(path, "xb", buffering=0)
+        file = open(path, "xb", buffering=0)  # noqa: SIM115
     except FileExistsError:
         raise UsageError(
             f"{path} exists and may hold an earlier run; name a new file for --save-run"
@@ -7175,15 +7183,6 @@ def new_run_file(path: str) -> BinaryIO:
         raise UsageError(
             f"cannot write {path}: {error.strerror}; another path for --save-run"
         ) from None
-
-
-@contextlib.contextmanager
-def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
-    """The run file, new, as long as the block lasts; None where no path is given."""
-    if path is None:
-        yield None
-        return
-    file = new_run_file(path)
     try:
         with file:
             yield file
@@ -7193,11 +7192,11 @@ def run_file(path: Optional[str]) -> Iterator[Optional[BinaryIO]]:
                 os.remove(path)
 
 
-def worth_keeping(runs: Sequence[Run]) -> bool:
-    """Whether an interrupted level has a pair that all arms finished, or two answers of an arm."""
-    if any(len(run.answers) > 1 for run in runs):
+def worth_keeping(level: Measured) -> bool:
+    """Whether it was finished, or has a pair that all arms did, or two answers of an arm."""
+    if not level.interrupted or any(len(run.answers) > 1 for run in level.runs):
         return True
-    return bool(in_common(runs)[0].pairs)
+    return bool(in_common(level.runs)[0].pairs)
 
 
 # ---- report -------------------------------------------------------------------------------------
@@ -7592,6 +7591,8 @@ def reason_lines(why: BreakEven, cost: float, acceptance: Optional[AcceptanceRec
             f"A drafted token costs {draft_cost:.3f} target steps; one chain length cannot tell "
             "how much of that is the growth of the verification."
         )
+    elif cost < 1:
+        yield "What a drafted token costs is below what can be measured."
     if predicted:
         yield from chain_lines(predicted, why["best_chain"])
 
@@ -7738,7 +7739,7 @@ def sampling_words(record: ComparisonRecord) -> str:
     return words
 
 
-def temperature_words(sampling: Optional[JSON]) -> str:
+def temperature_words(sampling: Optional[Mapping[str, object]]) -> str:
     """ "temperature 0.8"."""
     if sampling is None:
         return "temperature 0"
@@ -9247,10 +9248,11 @@ def measure_parser() -> Parser:
         add(flag, action="store_true")
     for flag in ("--extra-body", "--baseline-extra-body", "--speculative-extra-body"):
         add(flag, type=_json_object, default={})
-    add("--warmup", type=_number(int, 0, MOST_ASKED), default=Settings.warmup)
-    add("--triage", type=_number(int, 0, MOST_ASKED), default=Settings.triage)
-    add("--max-tokens", type=_number(int, 1, MOST_ASKED), default=Settings.max_tokens)
-    add("--repeats", type=_number(int, 1, MOST_ASKED), default=Settings.repeats)
+    from_none, from_one = _number(int, 0, MOST_ASKED), _number(int, 1, MOST_ASKED)
+    add("--warmup", type=from_none, default=Settings.warmup)
+    add("--triage", type=from_none, default=Settings.triage)
+    add("--max-tokens", type=from_one, default=Settings.max_tokens)
+    add("--repeats", type=from_one, default=Settings.repeats)
     add("--engine", default=Settings.engine)
     add("--engine-version", default=Settings.engine_version)
     add("--api-key-env", default=Settings.key_variable)
@@ -9263,26 +9265,16 @@ def measure_parser() -> Parser:
     return parser
 
 
-def name_and_value(text: str) -> tuple[Optional[str], str]:
-    """("k2", VALUE) of "k2=VALUE", and (None, VALUE) where no candidate is named.
-
-    A "=" behind a colon is the value's own: it stands in the query of a URL.
-    """
-    name, equals, value = text.partition("=")
-    if not equals or ":" in name:
-        return None, text
-    return name, value
-
-
 def candidate_urls(texts: Sequence[str]) -> list[tuple[str, str]]:
     """(name, URL) of each --speculative-url.  UsageError for a name that fits no label."""
     urls = []
     unnamed = 0
     for text in texts:
-        name, url = name_and_value(text)
-        if name is None:
+        name, equals, url = text.partition("=")
+        # a "=" behind a colon is the value's own: it stands in the query of a URL
+        if not equals or ":" in name:
             unnamed += 1
-            name = "speculative"
+            name, url = "speculative", text
             if unnamed > 1:
                 name = f"speculative-{unnamed}"
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
@@ -9291,16 +9283,12 @@ def candidate_urls(texts: Sequence[str]) -> list[tuple[str, str]]:
     return urls
 
 
-def check_prompt_flags(paths: Sequence[str], prompt_set: Optional[str]) -> None:
-    """UsageError where --prompts and --prompt-set contradict each other."""
-    if paths and prompt_set == "builtin":
+def check_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """UsageError where flags contradict each other, or two of the servers have one name."""
+    if args.prompts and args.prompt_set == "builtin":
         raise UsageError("--prompts and --prompt-set builtin contradict each other; leave one out")
-    if prompt_set == "file" and not paths:
+    if args.prompt_set == "file" and not args.prompts:
         raise UsageError("--prompt-set file needs --prompts PATH")
-
-
-def check_named_apart(names: Sequence[str]) -> None:
-    """UsageError where there is no server, or two have one name."""
     if not names:
         raise UsageError(
             "give --baseline-url, --speculative-url or both, as --baseline-url "
@@ -9311,46 +9299,32 @@ def check_named_apart(names: Sequence[str]) -> None:
             "two servers have the same name; name the candidates apart, as --speculative-url "
             "k4=http://..."
         )
-
-
-def check_metrics_urls(baseline: Optional[str], speculative: Optional[str]) -> None:
-    """UsageError where a metrics page is given, and not as an address."""
-    for arm, url in (("baseline", baseline), ("speculative", speculative)):
-        if url:
-            checked_url(url, f"--{arm}-metrics-url", query_allowed=True)
-
-
-def arms_of(args: argparse.Namespace) -> tuple[ArmSettings, ...]:
-    """The servers to measure, the baseline first.  UsageError where flags contradict each other."""
-    check_prompt_flags(args.prompts, args.prompt_set)
-    urls = candidate_urls(args.speculative_url)
-    if args.baseline_url:
-        urls.insert(0, ("baseline", args.baseline_url))
-    check_named_apart([name for name, _ in urls])
     if len(set(args.concurrency)) < len(args.concurrency):
         raise UsageError(
             "--concurrency names a level twice; for more pairs of blocks use --repeats"
         )
     if args.speculative_metrics_url and len(args.speculative_url) > 1:
         raise UsageError("--speculative-metrics-url fits one candidate only")
-    check_metrics_urls(args.baseline_metrics_url, args.speculative_metrics_url)
+    pages = {"baseline": args.baseline_metrics_url, "speculative": args.speculative_metrics_url}
+    for arm, url in pages.items():
+        if url:
+            checked_url(url, f"--{arm}-metrics-url", query_allowed=True)
+
+
+def arms_of(args: argparse.Namespace) -> tuple[ArmSettings, ...]:
+    """The servers to measure, the baseline first.  UsageError where flags contradict each other."""
+    urls = candidate_urls(args.speculative_url)
+    if args.baseline_url:
+        urls.insert(0, ("baseline", args.baseline_url))
+    check_flags(args, [name for name, _ in urls])
     arms = []
     for name, url in urls:
-        arm = ArmSettings(
-            name=name,
-            url=url,
-            model=args.model,
-            body=args.baseline_extra_body,
-            metrics_url=args.baseline_metrics_url,
-        )
+        model = args.model
+        body, metrics_url = args.baseline_extra_body, args.baseline_metrics_url
         if name != "baseline":
-            arm = replace(
-                arm,
-                model=args.speculative_model or args.model,
-                body=args.speculative_extra_body,
-                metrics_url=args.speculative_metrics_url,
-            )
-        arms.append(arm)
+            model = args.speculative_model or model
+            body, metrics_url = args.speculative_extra_body, args.speculative_metrics_url
+        arms.append(ArmSettings(name, url, model, body, metrics_url))
     return tuple(arms)
 
 
@@ -9359,56 +9333,30 @@ def settings_of(args: argparse.Namespace, say: Say) -> Settings:
 
     `say` takes notes on the prompts.
     """
-    own_fields = (*args.baseline_extra_body, *args.speculative_extra_body)
-    what = Settings(
-        arms=arms_of(args),
-        prompts=chosen_prompts(args.prompts, say),
-        max_tokens=args.max_tokens,
-        body=args.extra_body,
-        own_fields=own_fields,
-    )
-    carefully = replace(
-        what,
-        repeats=args.repeats,
-        warmup=args.warmup,
-        order=args.order,
+    arms = arms_of(args)
+    prompts = built_in_prompts()
+    if args.prompts:
+        prompts, notes = load_prompts(args.prompts)
+        for note in notes:
+            say(note)
+    named_alike = ("max_tokens", "repeats", "warmup", "order", "seed", "triage", "engine")
+    return Settings(
+        **copied(vars(args), *named_alike, "engine_version"),
+        arms=arms,
+        prompts=tuple(prompts),
         levels=tuple(args.concurrency),
-        seed=args.seed,
-    )
-    return replace(
-        carefully,
         timeout_s=args.timeout,
-        triage=args.triage,
         stream=not args.no_stream,
-        engine=args.engine,
-        engine_version=args.engine_version,
+        body=args.extra_body,
         key_variable=args.api_key_env,
+        own_fields=(*args.baseline_extra_body, *args.speculative_extra_body),
     )
-
-
-def chosen_prompts(paths: Sequence[str], say: Say) -> tuple[Prompt, ...]:
-    """The prompts of these files and folders, the built-in ones where there are none."""
-    if not paths:
-        return tuple(built_in_prompts())
-    prompts, notes = load_prompts(paths)
-    for note in notes:
-        say(note)
-    return tuple(prompts)
 
 
 def keeping_of(args: argparse.Namespace, command: str) -> Keeping:
     """Where `measure` and `compare` are to leave results; `command` must hold no key."""
-    fail_on = tuple(args.fail_on)
-    return Keeping(
-        label=args.label,
-        labbook=args.labbook,
-        min_gain=args.min_gain,
-        fail_on=fail_on,
-        quiet=args.quiet,
-        divergence_report=args.divergence_report,
-        include_prompts=args.include_prompts,
-        command=command,
-    )
+    named_alike = ("label", "labbook", "min_gain", "fail_on", "quiet", "divergence_report")
+    return Keeping(**copied(vars(args), *named_alike), command=command)
 
 
 def check_outputs(keeping: Keeping, save_run: Optional[str], inputs: Sequence[str]) -> None:
@@ -9489,7 +9437,10 @@ def measure_command(argv: Sequence[str]) -> int:
         recorder = Recorder(say, file, is_shown)
         judging = Judging(keeping.label, keeping.min_gain)
         measured = measure_levels(settings, servers, recorder, judging)
-    return conclude(keeping, measured, recorder.trouble, settings.prompts)
+    shown = None
+    if args.include_prompts:
+        shown = settings.prompts
+    return conclude(keeping, measured, recorder.trouble, shown)
 
 
 class Step(NamedTuple):
@@ -9503,24 +9454,29 @@ class Step(NamedTuple):
 def conclude(
     keeping: Keeping,
     measured: Sequence[Measured],
-    trouble: Optional[str],
-    prompts: Sequence[Prompt],
+    trouble: Optional[str] = None,
+    shown: Optional[Sequence[Prompt]] = None,
 ) -> int:
-    """Append first, print then: nothing measured is lost to a closed pipe.  The exit code."""
-    results = kept_results(measured)
+    """Append first, print then: nothing measured is lost to a closed pipe.  The exit code.
+
+    `shown` are prompts for the report on changed text.
+    """
+    results = [level.result for level in measured if worth_keeping(level)]
     records = [record for result in results for record in result.records()]
     if not records:
         say_on_stderr("interrupted before the first pair was finished; nothing is recorded")
         return INTERRUPTED
     alarmed = look_for_alarms(keeping, records)
     appended = append_or_show(keeping.labbook, records, speaker(keeping.quiet))
-    unwritten = write_divergences(keeping, results, prompts)
+    unwritten = write_divergences(keeping, results, shown)
     unprinted = print_report(keeping, results, appended)
     found = (trouble, alarmed.trouble, appended.trouble, unwritten, unprinted)
     troubles = [words for words in found if words]
     arms = [record for result in results for record in result.endpoints]
     dead = [dead_words(record) for record in arms if not record["completed"]]
-    failing = failing_arms(arms) if keeping.quiet else []
+    failing = []
+    if keeping.quiet:
+        failing = failing_arms(arms)
     for words in (*alarmed.lines, *dead, *failing, *troubles):
         say_on_stderr(words)
     interrupted = alarmed.interrupted or appended.interrupted
@@ -9528,13 +9484,9 @@ def conclude(
         return INTERRUPTED
     if dead or troubles:
         return COULD_NOT_MEASURE
-    return FINDING if alarmed.lines else MEASURED
-
-
-def kept_results(measured: Sequence[Measured]) -> list[Result]:
-    """What is recorded: finished levels, and one that was interrupted if it says anything."""
-    kept = [level for level in measured if not level.interrupted or worth_keeping(level.runs)]
-    return [level.result for level in kept]
+    if alarmed.lines:
+        return FINDING
+    return MEASURED
 
 
 def look_for_alarms(keeping: Keeping, records: Sequence[Record]) -> Step:
@@ -9560,14 +9512,12 @@ def append_or_show(path: str, records: Sequence[Record], say: Say = say_on_stder
 
 
 def write_divergences(
-    keeping: Keeping, results: Sequence[Result], prompts: Sequence[Prompt]
+    keeping: Keeping, results: Sequence[Result], shown: Optional[Sequence[Prompt]]
 ) -> Optional[str]:
     """Write the bug report on changed text where one is asked for; returns what went wrong."""
-    path, shown = keeping.divergence_report, None
+    path = keeping.divergence_report
     if not path:
         return None
-    if keeping.include_prompts:
-        shown = prompts
     try:
         with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             parts = [markdown_divergences(result, shown, keeping.command) for result in results]
@@ -9649,7 +9599,6 @@ def compare_parser() -> Parser:
         "compare",
         "Compare saved runs (measure --save-run): for machines that hold one server at a time.",
     )
-    parser.set_defaults(include_prompts=False)  # a run file holds none
     add = parser.add_argument
     add("baseline", help="run file with the baseline (and perhaps its candidates)")
     add("speculative", nargs="*", help="run files with one candidate each")
@@ -9681,7 +9630,7 @@ def compare_command(argv: Sequence[str]) -> int:
         judging = Judging(keeping.label, keeping.min_gain, tuple(forced))
         result = result_of(level_of(runs, keeping.min_gain), judging, triage)
         measured.append(Measured(result, runs, False))
-    return conclude(keeping, measured, None, ())
+    return conclude(keeping, measured)  # a run file holds no prompts to show
 
 
 def forced_conditions(runs: Sequence[Run], is_forced: bool) -> list[str]:
@@ -9772,11 +9721,12 @@ def report_command(argv: Sequence[str]) -> int:
     elif args.label:
         records = labelled(records, args.label, args.labbook)
     if args.format == "json":
-        print_lines([json.dumps(record) for record in records])
+        lines = [json.dumps(record) for record in records]
     elif args.format == "csv":
-        print_lines([csv_report(records)])
+        lines = [csv_report(records)]
     else:
-        print_lines([markdown_report(records)])
+        lines = [markdown_report(records)]
+    print_lines(lines)
     return MEASURED
 
 
@@ -9834,10 +9784,6 @@ class BreakEvenTable:
     speedups: Optional[list[ExpectedSpeedup]] = None
     best: Optional[list[BestChain]] = None
     measured: Optional[MeasuredStep] = None
-
-    def to_json(self) -> dict[str, object]:
-        """The object that --json prints."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def break_even_parser() -> Parser:
@@ -9898,7 +9844,8 @@ def break_even_command(argv: Sequence[str]) -> int:
         step = MeasuredStep(cost, length, length / cost)
         told = replace(told, measured=step)
     if args.json:
-        print_lines([json.dumps(told.to_json())])
+        asked = {name: value for name, value in asdict(told).items() if value is not None}
+        print_lines([json.dumps(asked)])
     else:
         print_lines(break_even_lines(told, args.chain, args.draft_cost, args.alpha))
     return MEASURED
@@ -10023,12 +9970,12 @@ def calibrate_command(argv: Sequence[str]) -> int:
         kept = append_or_show(args.labbook, calibration.measured.result.records())
     if kept.trouble:
         say_on_stderr(kept.trouble)
-    print_lines(calibration_page(calibration, args.json))
-    if kept.trouble:
-        print_lines(kept.lines)
-        return INTERRUPTED if kept.interrupted else COULD_NOT_MEASURE
-    if calibration.misfit:
+    print_lines([*calibration_page(calibration, args.json), *kept.lines])
+    if kept.interrupted:
+        return INTERRUPTED
+    if calibration.misfit and not kept.trouble:
         say_on_stderr(calibration.misfit)
+    if kept.trouble or calibration.misfit:
         return COULD_NOT_MEASURE
     return MEASURED
 
@@ -10074,13 +10021,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         end_like_ctrl_c()
-    with contextlib.ExitStack() as stack:  # a daemon may have closed them, and Python then has none
-        for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:
-                nowhere = open(  # noqa: SIM115
-                    os.devnull, "w", encoding="utf-8", errors="backslashreplace"
-                )
-                setattr(sys, name, stack.enter_context(nowhere))
+    with open(os.devnull, "w", encoding="utf-8", errors="backslashreplace") as nowhere:
+        # a daemon may have closed them, and Python then has none
+        sys.stdout = sys.stdout or nowhere
+        sys.stderr = sys.stderr or nowhere
         return run_command(words)
 
 
@@ -10099,15 +10043,16 @@ def end_like_ctrl_c() -> None:
             raise KeyboardInterrupt
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if (
-            hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN
-        ):  # not under nohup
-            signal.signal(getattr(signal, name), end)
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # not under nohup
+            signal.signal(number, end)
 
 
 def run_command(words: list[str]) -> int:
     """Run one command; the only place that turns errors into text."""
-    command = words.pop(0) if words and words[0] in COMMANDS else "measure"
+    command = "measure"
+    if words and words[0] in COMMANDS:
+        command = words.pop(0)
     try:
         check_secrets(words)
         if command == "measure" and words and not words[0].startswith("-"):
@@ -10115,8 +10060,8 @@ def run_command(words: list[str]) -> int:
             known = f"; the commands are {', '.join(shown)}"
             raise UsageError(f"unknown command {words[0]}{meant(words[0], shown)}{known}")
         return COMMANDS[command](words)
-    except SystemExit as stop:  # argparse has said why
-        return stop.code if isinstance(stop.code, int) else USAGE
+    except SystemExit:  # argparse has printed a help or the version; an error raises UsageError
+        return MEASURED
     except MeasureError as error:
         say_on_stderr(f"measure_speculative: {error}")
         return error.exit_code
