@@ -823,6 +823,7 @@ def _prompt_entries(path: str) -> Iterator[tuple[str, object]]:
 
 def _table_entries(text: str, path: str) -> Iterator[tuple[str, object]]:
     """(file:line, object) of each row; the heading names its fields, an empty cell is absent."""
+    csv.field_size_limit(2**31 - 1)  # long contexts are prompts too
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         heading = [name.strip().lower() for name in next(rows, ())]
@@ -1804,6 +1805,7 @@ class _DeadlineSocket(socket.socket):
     """A connected socket whose reads all end at one deadline, however slowly the bytes drip in."""
 
     deadline = math.inf
+    limit = math.inf  # of the whole exchange: no deadline is later
 
     def recv_into(self, *args: Any, **kwargs: Any) -> int:
         """As socket.recv_into; raises socket.timeout once the deadline has passed."""
@@ -1827,7 +1829,7 @@ class Response(http.client.HTTPResponse):
 
     def end_within(self, seconds: float) -> None:
         """Let reads end so much later at most, with socket.timeout."""
-        self.socket.deadline = min(self.socket.deadline, time.perf_counter() + seconds)
+        self.socket.deadline = min(self.socket.limit, time.perf_counter() + seconds)
 
 
 def _connect(host: str, timeout: float, **options: Any) -> http.client.HTTPConnection:
@@ -1838,7 +1840,7 @@ def _connect(host: str, timeout: float, **options: Any) -> http.client.HTTPConne
     connection.connect()
     wrapped = _DeadlineSocket(fileno=connection.sock.detach())
     wrapped.settimeout(timeout)
-    wrapped.deadline = deadline
+    wrapped.deadline = wrapped.limit = deadline
     connection.sock = wrapped
     return connection
 
@@ -2318,7 +2320,7 @@ class AnswerBuilder:
             self._add_events(_lines(first, pieces))
         except http.client.IncompleteRead:
             pass
-        except socket.timeout:
+        except (socket.timeout, ConnectionError):
             if self.told_at == math.inf:
                 raise
 
@@ -2390,9 +2392,13 @@ class AnswerBuilder:
             if fields.get(name):
                 self.statistics[name] = fields[name]
         if self.finish_reason and self.usage and self.told_at == math.inf:
-            self.told_at = at
-            if self.response:
-                self.response.end_within(SILENCE_S)
+            self._tell(at)
+
+    def _tell(self, at: float) -> None:
+        """All was said at this time; what comes within the silence behind it is read on."""
+        self.told_at = at
+        if self.response:
+            self.response.end_within(SILENCE_S)
 
     def _add_choice(self, choice: object, at: float) -> None:
         fields = as_dict(choice)
@@ -2408,10 +2414,12 @@ class AnswerBuilder:
             self.content.append(content)
             self.reasoning.append(reasoning)
             self.last_text_at = at
+            if self.told_at < at:  # more was to come: its time counts, as its text does
+                self._tell(at)
             if self.first_at is None:
                 self.first_at = at
                 self.first_tokens = self._tokens_at_first(fields.get("token_ids"))
-        if fields.get("finish_reason"):
+        if fields.get("finish_reason") not in (None, "", "null"):
             reason = scrubbed(fields["finish_reason"], self.key, 2)
             self.finish_reason = one_line(str(reason))
         if isinstance(fields.get("speculative_decoding"), dict):
@@ -2793,7 +2801,7 @@ def snapshot_of(text: str, headers: http.client.HTTPMessage, model: str) -> Snap
     models = set(filter(None, (s.label("model_name", "model") for s in wanted)))
     if len(models) > 1:
         if model not in models:
-            listed = ", ".join(sorted(models))
+            listed = one_line(", ".join(sorted(models)))
             words = f"the page counts several models ({listed}), none named {model}"
             return Snapshot(None, words)
         wanted = [s for s in wanted if s.label("model_name", "model") in (None, model)]

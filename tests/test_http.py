@@ -1017,6 +1017,26 @@ class EndsOfStreams(unittest.TestCase):
             self.assertEqual((answer.content, answer.completion_tokens), ("one two", 2))
             self.assertLess(answer.latency_s, 0.9)
 
+    def test_text_that_follows_usage_on_every_chunk_is_read_on_and_its_time_counts(self):
+        """Usage on every chunk, and a finish reason too early: nothing is cut, nothing is free."""
+        pieces = [part(content=" word") for _ in range(4)]
+        early = dict(pieces[0], usage={"prompt_tokens": 1, "completion_tokens": 1})
+        early["choices"] = [dict(early["choices"][0], finish_reason="stop")]
+        answer = timed([early, *pieces[1:], counted(4), DONE], 0.4)
+        self.assertEqual(answer.content, " word" * 4)
+        self.assertGreater(answer.latency_s, 1.1)
+
+    def test_a_reset_behind_usage_and_finish_reason_ends_a_whole_answer(self):
+        builder = ms.AnswerBuilder(time.perf_counter())
+
+        def pieces():
+            yield b"".join(b"data: %s\n\n" % json.dumps(e).encode() for e in (FINISH, counted(2)))
+            raise ConnectionResetError
+
+        begun = b"data: %s\n\n" % json.dumps(part(content="one two")).encode()
+        builder.add_stream(begun, pieces())
+        self.assertEqual(builder.answer(streamed=True).completion_tokens, 2)
+
     def test_silence_before_the_usage_is_waited_for(self):
         answer = timed([*self.WORDS, FINISH, counted(2), DONE], 1.2)
         self.assertEqual((answer.content, answer.completion_tokens), ("one two", 2))

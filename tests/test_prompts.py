@@ -322,6 +322,10 @@ class TablesOfPrompts(PromptFolder):
                 [("x", "geo", "Name rivers, long ones."), ("y", "p", 'Write\na "haiku".')],
             )
 
+    def test_a_long_context_in_a_cell_is_a_prompt(self):
+        (prompt,) = self.load("p.csv", "prompt\n" + "long " * 30000 + "\n")
+        self.assertGreater(len(text_of(prompt)), 131072)
+
     def test_the_column_may_be_called_prompt_question_or_text(self):
         for heading in ("prompt,text", "n,question", "n,TEXT", "\ufeffprompt,n"):
             with self.subTest(heading):
