@@ -178,7 +178,7 @@ from typing import (
 
 # ---- constants and errors -----------------------------------------------------------------------
 
-__version__ = "1.0"
+__version__ = "1.1.dev0"
 
 LAB = "part-17/measure-speculative"
 
