@@ -5249,7 +5249,7 @@ def noise_check(run: Run, other: Run) -> bool:
     return same_request and same_process(run, other)
 
 
-def pair_findings(baseline: Arm, candidate: Arm, logs: Logs) -> Iterator[Finding]:
+def pair_findings(baseline: Arm, candidate: Arm, logs: Logs, judged: int) -> Iterator[Finding]:
     """What must be known before the two arms are compared."""
     noise = noise_check(baseline.run, candidate.run)
     yield from drafting_findings(baseline, candidate, noise)
@@ -5259,7 +5259,7 @@ def pair_findings(baseline: Arm, candidate: Arm, logs: Logs) -> Iterator[Finding
     yield from miscount_findings(baseline.run, candidate.run)
     yield from slow_baseline_findings(baseline, candidate)
     yield from time_findings(baseline.conditions, candidate.conditions)
-    yield from sample_findings(logs, under_load=baseline.conditions["concurrency"] > 1)
+    yield from sample_findings(logs, judged, under_load=baseline.conditions["concurrency"] > 1)
     for arm in (baseline, candidate):
         for entry in arm.findings:
             meaning = FINDINGS[entry["finding"]]
@@ -5477,21 +5477,21 @@ MODEL_FILES: tuple[tuple[Literal["model_file", "root", "parameters", "model_byte
 )
 
 
-def sample_findings(logs: Logs, under_load: bool) -> Iterator[Finding]:
+def sample_findings(logs: Logs, judged: int, under_load: bool) -> Iterator[Finding]:
     """What the sample of prompts, or of pairs of blocks, does not allow to say."""
     units, advice = "prompts", ""
     if under_load:
         units, advice = "pairs of blocks", "; --repeats adds pairs of blocks"
     caveat = f"there are few {units}"
-    if len(logs) < 2:
+    if judged < 2:
         words = f"no interval: it takes at least two {units} measured on both servers{advice}"
-        yield finding("few-prompts", words, prompts=len(logs), caveat=caveat)
-    elif len(logs) < FEW_PROMPTS:
+        yield finding("few-prompts", words, prompts=judged, caveat=caveat)
+    elif judged < FEW_PROMPTS:
         words = (
-            f"the interval rests on {len(logs)} {units}; below {FEW_PROMPTS} it is too narrow "
+            f"the interval rests on {judged} {units}; below {FEW_PROMPTS} it is too narrow "
             "where kinds are mixed"
         )
-        yield finding("few-prompts", words, prompts=len(logs), caveat=caveat)
+        yield finding("few-prompts", words, prompts=judged, caveat=caveat)
     stalls = stall_count(logs)
     if stalls:
         words = f"{stalls} repeats lie far from their prompt's median (kept in the figures)"
@@ -5609,7 +5609,7 @@ def compare(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
         memory = shared_memory(memory_of_repeats(baseline.run), memory_of_repeats(candidate.run))
     whole = compare_part(baseline, candidate, memory, min_gain)
     findings = (
-        *pair_findings(baseline, candidate, whole.logs),
+        *pair_findings(baseline, candidate, whole.logs, len(whole.judged)),
         *memory_findings(whole, min_gain),
     )
     withheld = withheld_by(findings)
@@ -6530,7 +6530,10 @@ def against_best(comparison: Comparison, best: Optional[Comparison]) -> Optional
     """The paired ratio to the fastest candidate, so that real differences can be told."""
     if best is None or comparison is best or comparison.verdict is None:
         return None
-    logs = log_ratios(best.candidate.units, comparison.candidate.units)
+    fastest, units = best.candidate.units, comparison.candidate.units
+    if best.memory or comparison.memory:  # as each is judged
+        units = {key: unit for key, unit in units.items() if key[1] == 0}
+    logs = log_ratios(fastest, units)
     behind = interval_record(over_prompts(logs))
     return {"best": best.candidate.name, **behind} if behind else None
 
@@ -7981,10 +7984,9 @@ def ranking_rows(ranked: Comparisons) -> Rows:
     return picked(RANKING_COLUMNS, map(ranking_cells, ranked))
 
 
-def rank(record: ComparisonRecord) -> tuple[bool, bool, float]:
-    """What to sort candidates by: those that drafted first, noise checks behind, then by speed."""
-    idle = record["verdict_withheld"] == "did-not-run"
-    return idle, is_noise_check(record), -(ratio_in(record) or 0.0)
+def rank(record: ComparisonRecord) -> tuple[bool, float]:
+    """What to sort candidates by: those that can be judged first, then by speed."""
+    return withheld_words(record) is not None, -(ratio_in(record) or 0.0)
 
 
 def winner_line(ranked: Comparisons) -> str:
@@ -7996,10 +7998,11 @@ def winner_line(ranked: Comparisons) -> str:
     if behind is None:
         return f"BEST: {best['candidate']}; no other candidate can be judged."
     lead = "too few prompts to tell it from the others"
-    if excludes_1(behind):
-        lead = f"faster than {other}, and the difference is real"
-    elif limits_of(behind):
-        lead = f"but no difference to {other} is shown"
+    limits = limits_of(behind)
+    if limits:
+        lead = f"but no lead over {other} is shown"
+        if limits[1] < 1:
+            lead = f"faster than {other}, and the difference is real"
     speed = speed_words(best["speedup"])
     return one_printable_line(f"BEST: {best['candidate']} at {speed}, {lead}.")
 
@@ -8304,10 +8307,13 @@ class Watched:
 def watched(record: Record) -> Optional[Watched]:
     """The ratio of a comparison, the baseline's own tokens/s.
 
-    None for what is no reference: another arm, a run that was interrupted, or has no interval.
+    None for what is no reference: another arm, a run that was interrupted, or has no interval or
+    no verdict.
     """
     speed: Speed
     if record["kind"] == "comparison":
+        if record["verdict"] is None:  # withheld: its ratio is of something else
+            return None
         name, value, speed = "speed-up", ratio_in(record), record["speedup"]
     elif record["speed"] and endpoint_arm(record) == "baseline":
         speed = record["speed"]
@@ -8329,6 +8335,8 @@ COMPARABLE = (
     "baseline_model",
     "prompts_sha256",
     "max_tokens",
+    "sampling",
+    "baseline_sampling",
     "concurrency",
 )
 

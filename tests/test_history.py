@@ -576,7 +576,7 @@ class DamagedHistory(unittest.TestCase):
     def setUpClass(cls):
         fast = {
             "plain.jsonl": slow_pair()["plain.jsonl"],
-            "slow.jsonl": same_speed("slow", seconds=0.5, drafted=200, accepted=150),
+            "slow.jsonl": same_speed("slow", seconds=0.5, drafted=100, accepted=75),
         }
         cls.fast = strict(compare(*fast.items()).files["labbook.md"])
 
@@ -674,6 +674,16 @@ class References(unittest.TestCase):
     def test_an_interrupted_run_is_no_reference_and_hides_no_later_fall(self):
         past = [self.record(1.8), self.record(1.0, interrupted=True)]
         self.assertEqual(len(self.alarms(past, self.record(1.5))), 1)
+
+    def test_a_night_without_a_verdict_is_no_reference_and_hides_no_fall(self):
+        idle = self.record(0.97, verdict=None, verdict_withheld="did-not-run")
+        wrong = self.record(10.0, verdict=None, verdict_withheld="counts-wrong")
+        self.assertEqual(len(self.alarms([self.record(1.8), idle], self.record(1.3))), 1)
+        self.assertEqual(self.alarms([wrong], self.record(1.8)), [])
+
+    def test_a_sampled_run_is_not_compared_with_a_greedy_one(self):
+        warm = self.record(1.4, sampling={"temperature": 0.8})
+        self.assertEqual(self.alarms([self.record(1.8)], warm), [])
 
     def test_a_run_without_an_interval_is_no_reference(self):
         bare = dict(self.sound["speedup"], ratio=1.0, low=None, high=None)

@@ -398,7 +398,16 @@ class SeveralCandidates(unittest.TestCase):
         a = arm("k2", 0.55, drafted=20, accepted=15)
         b = changed(arm("k4", 0.5, drafted=40, accepted=30), readings(uneven))
         last = compared(plain(), a, b).out.rstrip().splitlines()[-3]
-        self.assertRegex(last, r"^BEST: k\d at .*, but no difference to k\d is shown\.$")
+        self.assertRegex(last, r"^BEST: k\d at .*, but no lead over k\d is shown\.$")
+
+    def test_a_candidate_that_cannot_be_judged_hides_no_winner(self):
+        def twice(line):
+            line["completion_tokens"] *= 2
+
+        wrong = changed(arm("w", 0.3, drafted=20, accepted=15), readings(twice))
+        others = [arm(name, s, drafted=20, accepted=15) for name, s in (("k2", 0.5), ("k3", 0.8))]
+        last = compared(plain(), wrong, *others).out
+        self.assertRegex(last, r"BEST: k2 at 2\.00x .*faster than k3, and the difference is real")
 
     def test_the_notebook_ranks_them_too(self):
         runs = (
