@@ -5249,17 +5249,20 @@ def noise_check(run: Run, other: Run) -> bool:
     return same_request and same_process(run, other)
 
 
-def pair_findings(baseline: Arm, candidate: Arm, logs: Logs, judged: int) -> Iterator[Finding]:
+def pair_findings(whole: Comparison) -> Iterator[Finding]:
     """What must be known before the two arms are compared."""
+    baseline, candidate, judged = whole.baseline, whole.candidate, len(whole.judged)
     noise = noise_check(baseline.run, candidate.run)
     yield from drafting_findings(baseline, candidate, noise)
     if not noise:
         yield from cache_findings(baseline, candidate)
     yield from server_differences(baseline.conditions, candidate.conditions)
     yield from miscount_findings(baseline.run, candidate.run)
-    yield from slow_baseline_findings(baseline, candidate)
+    yield from slow_baseline_findings(baseline, candidate, whole.why)
     yield from time_findings(baseline.conditions, candidate.conditions)
-    yield from sample_findings(logs, judged, under_load=baseline.conditions["concurrency"] > 1)
+    yield from sample_findings(
+        whole.logs, judged, under_load=baseline.conditions["concurrency"] > 1
+    )
     for arm in (baseline, candidate):
         for entry in arm.findings:
             meaning = FINDINGS[entry["finding"]]
@@ -5286,18 +5289,18 @@ def miscount_findings(baseline: Run, candidate: Run) -> Iterator[Finding]:
         yield finding("counts-wrong", words, caveat=words)
 
 
-def slow_baseline_findings(baseline: Arm, candidate: Arm) -> Iterator[Finding]:
+def slow_baseline_findings(baseline: Arm, candidate: Arm, why: Why) -> Iterator[Finding]:
     """Reading a prompt costs both servers the same, verifying drafts no less than a plain step."""
     if baseline.conditions["concurrency"] > 1:
         return
-    cost = why_of(baseline, candidate).step_cost
+    cost = why.step_cost
     if is_late(baseline.run, candidate.run) and caches_alike(baseline.run, candidate.run):
         mine, theirs = (1000 * median(first_ttft_s(arm.run)) for arm in (baseline, candidate))
         yield implausible(
             f"its first tokens came after {mine:.0f} ms, {candidate.name}'s after {theirs:.0f} ms, "
             "for the same prompts"
         )
-    elif cost is not None and cost < IMPLAUSIBLE_STEP and is_sure_step(baseline, candidate):
+    elif cost is not None and cost < IMPLAUSIBLE_STEP and is_sure_step(baseline, candidate, why):
         yield implausible(f"a step with drafts took {cost:.2f} of its plain steps")
 
 
@@ -5316,9 +5319,9 @@ def is_late(baseline: Run, candidate: Run) -> bool:
     return is_sure and median(mine) > floor
 
 
-def is_sure_step(baseline: Arm, candidate: Arm) -> bool:
+def is_sure_step(baseline: Arm, candidate: Arm, why: Why) -> bool:
     """Whether the whole interval of the decode ratio says that a step costs less than plain."""
-    length = why_of(baseline, candidate).tokens_per_step
+    length = why.tokens_per_step
     decode = over_prompts(log_ratios(baseline.decode_units, candidate.decode_units))
     if not length or decode is None or not decode.low:
         return False
@@ -5609,7 +5612,7 @@ def compare(baseline: Arm, candidate: Arm, min_gain: float) -> Comparison:
         memory = shared_memory(memory_of_repeats(baseline.run), memory_of_repeats(candidate.run))
     whole = compare_part(baseline, candidate, memory, min_gain)
     findings = (
-        *pair_findings(baseline, candidate, whole.logs, len(whole.judged)),
+        *pair_findings(whole),
         *memory_findings(whole, min_gain),
     )
     withheld = withheld_by(findings)
